@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,16 +17,8 @@ from torch.utils.data import DataLoader
 from ..teraio.parity.harness import Case, Run, plain_step
 from . import others, text
 from .others import own_loss
-from .parity import Script, adamw
+from .parity import Loop, adamw
 from .text import Batch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
-    """package: that it needs."""
-
-    case: Case | Script
-    package: str = "transformers"
 
 
 def autocast_loss(model: nn.Module, batch: Batch, dtype: torch.dtype = torch.bfloat16) -> Tensor:

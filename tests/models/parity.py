@@ -25,7 +25,6 @@ from ..teraio.parity.harness import (
     train,
 )
 from ..training import forget
-from .catalogue import RealModel
 
 of_libraries = (
     compiled_input_needs_grad,
@@ -43,20 +42,17 @@ class Script:
     planned: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """package: that it needs."""
+
+    case: Case | Script
+    package: str = "transformers"
+
+
 def adamw(module: nn.Module) -> Optimizer:
     """Over the parameters that train."""
     return AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
-
-
-def case_of(model: RealModel, **settings: Any) -> Case:
-    """The case that trains `model` by AdamW. settings: fields of the case that are others."""
-    usual = {
-        "make_model": model.make,
-        "make_batches": model.make_batches,
-        "compute_loss": model.compute_loss,
-        "make_optimizer": adamw,
-    }
-    return Case(**usual | settings)
 
 
 def half_of_peak(unbudgeted: Result) -> int:
@@ -95,7 +91,7 @@ def _train(case: Case | Script, options: Mapping[str, Any], folder: Path) -> Res
     if isinstance(case, Script):
         forget()
         return case.run(options, folder)
-    return train(case, backend="teraio", options=options)
+    return train(case, options=options)
 
 
 def facts(budgeted: Result, unbudgeted: Result) -> dict[str, Any]:

@@ -20,9 +20,8 @@ import teraio
 from ..teraio.parity.harness import Result
 from ..training import PLAN_SECONDS, named_values
 from . import nano_gpt, text
-from .loops import Loop
 from .others import own_loss
-from .parity import Script
+from .parity import Loop, Script
 
 Options = Mapping[str, Any]
 

@@ -1,16 +1,31 @@
-"""What updates on the host know of a device's small states, and what keeps an optimizer from them."""
+"""Updates on the host: what they know of a device's small states, what keeps them there, threads, masters, and measured rates."""
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from teraio.optimizer import OptimizerFacts, owned_parameters
-from teraio.optimizer.host import HostCounters, HostUpdates
+import planner
+from runtime.paging import Block
+from teraio.optimizer import HostRates, OptimizerFacts, host, owned_parameters
+from teraio.optimizer.host import HostCounters, HostUpdates, compute_pool, host_threads
+
+from ..parity.harness import MIB, share_of_peak, train
+from ..parity.optimizers import small
+from .managed_training import Start, Training
+from .plain_training import HALF, MASTER_OPTIMIZERS, Textbook, differences, half_parameters, keeping, set_most_gradients
 
 
 class OnDevice(Tensor):
@@ -142,3 +157,219 @@ def test_states_that_are_still_to_come_are_made_on_the_device() -> None:
     assert not on_host(optimizer)
     optimizer.step()
     assert on_host(optimizer)
+
+
+# -- updates on the host get a rank's share of the cores, and nothing else does
+
+
+def test_a_rank_gets_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch, one_compute_thread: None) -> None:
+    monkeypatch.setattr(sys.modules[host_threads.__module__], "machine_cores", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert [host_threads(ranks) for ranks in (1, 2, 8, 16, 32)] == [None, 8, 2, None, None]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {4, 5, 6})  # a rank that is bound to cores of its own
+    assert host_threads(2) == 3
+
+
+def test_a_quota_of_processor_time_is_divided(monkeypatch: pytest.MonkeyPatch, one_compute_thread: None) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(sys.modules[host_threads.__module__], "machine_cores", lambda: 6.5)
+    assert [host_threads(ranks) for ranks in (2, 3, 8)] == [3, 2, None]
+
+
+def test_only_the_pool_computes_with_more_threads(one_compute_thread: None) -> None:
+    def used() -> int:
+        torch.ones(1 << 18).add_(1)
+        return torch.get_num_threads()
+
+    with compute_pool(1, 2) as pool, compute_pool(1, None) as plain:
+        assert pool.submit(used).result() == 2
+        assert used() == plain.submit(used).result() == 1
+
+
+# -- masters of subgroups that update on the host's processor, over memory that lies in the host tier
+
+
+class Lending:
+    """Stands in for a pager whose blocks wait in the host tier. `lent`: names of all that was."""
+
+    def __init__(self, training: Training) -> None:
+        self.device = training.pager.device
+        self.known_block = training.pager.known_block
+        self.account, self.lending = training.pager.account, self
+        self.lent: set[str] = set()
+
+    def reserve_for_host(self, blocks: Sequence[Block]) -> bool:
+        return True
+
+    def lend_memory(self, blocks: Sequence[Block]) -> list[int]:
+        self.lent |= {block.name for block in blocks}
+        return [block.address for block in blocks]
+
+    def give_back(self, blocks: Sequence[Block]) -> None:
+        """Nothing is counted here."""
+
+
+def run_on_host(host: HostUpdates, optimizer: Optimizer, count: int) -> frozenset[int] | None:
+    update = host.begin(OptimizerFacts.of(optimizer), owned_parameters(optimizer)[:count])
+    return None if update is None or update.seconds() is None else update.members
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", ["AdamW fused amsgrad", "SGD fused"])
+def test_the_same_bits_as_on_the_device(started: Start, name: str, dtype: torch.dtype) -> None:
+    """By the same implementation, on the CPU; also where user code has written to a parameter."""
+    training = started(budget_bytes=None, parameters=half_parameters(dtype))
+    optimizer, expected = (
+        keeping(MASTER_OPTIMIZERS[name](training.parameters)),
+        Textbook(half_parameters(dtype), MASTER_OPTIMIZERS[name]),
+    )
+    pager = Lending(training)
+    host = HostUpdates(pager)  # type: ignore[arg-type]
+    for step in range(8):
+        set_most_gradients(training.parameters, step)
+        if step == 5:
+            training.parameters[1].data[3] = 1000
+            expected.masters[1][3] = 1000
+        expected.train(1, step)
+        if step < 2:
+            optimizer.step()
+            continue
+        for parameter in training.parameters[:-1]:
+            assert parameter.grad is not None
+            training.pager.block_of(parameter.grad, name="gradient", kind="gradient", user_visible=True)
+        members = run_on_host(host, optimizer, len(training.parameters))
+        assert members == frozenset(range(6)), "all but what is small, and what has no gradient"
+    host.close()
+    assert {f"optimizer/layer.{n}.master_param" for n in range(5)} <= pager.lent
+    wrong = differences(optimizer, expected)
+    assert [name for name in wrong if not name.endswith(" 6")] == []
+
+
+def test_the_first_update_of_a_parameter_is_the_device_s(started: Start) -> None:
+    """It makes the master, where blocks are made; also where that is the only state."""
+    training = started(budget_bytes=None, parameters=half_parameters(torch.bfloat16, 1)[:1])
+    training.parameters.append(half_parameters(torch.bfloat16)[-1])
+    optimizer = keeping(torch.optim.SGD(training.parameters, lr=0.1))
+    host = HostUpdates(Lending(training))  # type: ignore[arg-type]
+    set_most_gradients(training.parameters, 0)
+    assert training.parameters[0].grad is not None
+    training.pager.block_of(training.parameters[0].grad, name="gradient", kind="gradient", user_visible=True)
+    assert run_on_host(host, optimizer, 1) is None
+    optimizer.step()
+    assert run_on_host(host, optimizer, 1) == {0}
+    host.close()
+
+
+def test_the_rate_is_that_of_an_update_over_masters() -> None:
+    """In bf16 it reads and writes three fp32 states for AdamW, and is measured apart from one without masters."""
+    asked: list[int] = []
+
+    @contextmanager
+    def scratch(size_bytes: int) -> Any:
+        asked.append(size_bytes)
+        memory = torch.empty(size_bytes, dtype=torch.uint8)
+        yield memory.data_ptr()
+
+    rates = HostRates(scratch, shared=False)
+    plain = torch.optim.AdamW(half_parameters(torch.bfloat16))
+    keeper = keeping(torch.optim.AdamW(half_parameters(torch.bfloat16)))
+    for optimizer in (plain, keeper, plain, keeper):
+        seconds = rates.seconds(OptimizerFacts.of(optimizer), torch.bfloat16, 1000)
+        assert seconds is not None and seconds > 0
+    elements = 4 << 20
+    assert asked == [4 * 2 * elements, 5 * 4 * elements]
+
+
+# -- how updates on the host are measured where there is no room at first, and where they fail
+
+
+ALIGNMENT = 4096
+FEW = 64 << 10
+
+
+class Room:
+    """Scratch memory that there is, or is not. held: how many have some of it now."""
+
+    def __init__(self) -> None:
+        self.there = True
+        self.asked = self.held = 0
+
+    @contextmanager
+    def __call__(self, size_bytes: int) -> Iterator[int | None]:
+        self.asked += 1
+        if not self.there:
+            yield None
+            return
+        memory = torch.empty(size_bytes + ALIGNMENT, dtype=torch.uint8)
+        self.held += 1
+        try:
+            yield -(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT
+        finally:
+            self.held -= 1
+
+
+KEPT = torch.optim.AdamW([torch.zeros(4)])
+
+
+def adam() -> OptimizerFacts:
+    return OptimizerFacts.of(KEPT)
+
+
+@pytest.fixture
+def few_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_MAX_ELEMENTS", FEW)
+
+
+def test_a_host_tier_that_is_full_at_first_is_measured_later(few_elements: None) -> None:
+    room = Room()
+    rates = HostRates(room, shared=False)
+    room.there = False
+    assert rates.seconds(adam(), torch.float32, 1000) is None
+    room.there = True
+    seconds = rates.seconds(adam(), torch.float32, 1000)
+    assert seconds is not None and 0 < seconds < 1
+    asked = room.asked
+    assert rates.seconds(adam(), torch.float32, 2000) == 2 * seconds and room.asked == asked
+
+
+def test_room_is_not_looked_for_for_ever(few_elements: None) -> None:
+    room = Room()
+    room.there = False
+    rates = HostRates(room, shared=False)
+    for _ in range(100):
+        assert rates.seconds(adam(), torch.float32, 1000) is None
+    assert room.asked < 50
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_update_that_fails_while_it_is_measured_says_so(
+    which: int, few_elements: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And memory is given back only when the other one has ended."""
+    room, calls, still_there = Room(), [0], []
+    lock = threading.Lock()
+
+    def update(*args: object, **others: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            return  # makes states
+        with lock:
+            number = calls[0]
+            calls[0] += 1
+        if number == which:
+            raise ValueError("no such luck")
+        time.sleep(0.05)
+        still_there.append(room.held)
+
+    monkeypatch.setattr(host, "update_replicas", update)
+    with pytest.raises(ValueError, match="no such luck"):
+        HostRates(room, shared=True).seconds(adam(), torch.float32, 1000)
+    assert still_there and set(still_there) == {2} and room.held == 0
+
+
+@pytest.mark.long
+def test_a_host_tier_that_blocks_fill_on_demand(few_elements: None, tmp_path: Path) -> None:
+    """What they left behind there when they came back makes room."""
+    case, trace = small("AdamW", steps=5, layers=4), tmp_path / "trace.json"
+    options = share_of_peak(case, tmp_path, 0.45) | {"host_budget": 8 * MIB, "trace_out": trace, "profile_iterations": 1}
+    train(case, options=options)
+    assert all(subgroup.host_seconds for subgroup in planner.Trace.load(trace).subgroups)

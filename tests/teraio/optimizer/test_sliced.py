@@ -1,23 +1,44 @@
-"""Updates by slices: the same bits as plain PyTorch under a budget that parameter, gradient and states do not fit in."""
+"""Updates by slices: the bits of plain PyTorch under budgets that states do not fit in; room, errors, and streams."""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from runtime.paging import State
+from planner.errors import BudgetError, StorageFullError, StorageIOError
+from runtime.cuda import StreamMover
+from runtime.device import Lane, WallMark
+from runtime.paging import CheckedMover, Pager, State, Tier, Tiers
+from runtime.storage import HostStore, PosixStore, align_up
+from runtime.transfer import Engine
+from teraio.machine import ResolvedBudgets
+from teraio.optimizer.slices import SlicedUpdate
+from teraio.options import Options
+from teraio.planning import BackgroundPlanner
 
-from .managed_training import StartTiered, check_sliced
+from ...runtime.simulated_device import SimulatedDevice
+from ...runtime.slab import Slab
+from .managed_training import LARGE_BUDGET, ManagedTraining, StartTiered, check_sliced
 from .plain_training import (
     LARGE,
+    MIB,
     STATE_OPTIMIZERS,
+    Make,
     adamw,
     differing,
     everything,
     large_parameters,
     plain,
+    set_gradients,
     train,
 )
 
@@ -46,53 +67,45 @@ def test_every_tier(started_tiered: StartTiered, drives: int, host: str, checked
     assert not differing(everything(optimizer), plain(25, large_parameters(), adamw))
 
 
-def test_plain_sgd_has_temporaries_by_slices(started_tiered: StartTiered) -> None:
+def sgd(parameters: list[nn.Parameter]) -> Optimizer:
     """It has no states, but copies of the gradient, which the budget has no room for."""
-
-    def sgd(parameters: list[nn.Parameter]) -> Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)
-
-    training = started_tiered()
-    optimizer = sgd(training.parameters)
-    train(optimizer, 3)
-    check_sliced(training, 0)
-    assert not optimizer.state and not differing(everything(optimizer), plain(3, large_parameters(), sgd))
+    return torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)
 
 
-def test_a_parameter_in_another_order_than_its_elements(started_tiered: StartTiered) -> None:
-    """Its gradient and states have the same strides."""
+def in_another_order() -> list[nn.Parameter]:
+    """Gradient and states have the strides of the parameter, which are not in the order of its elements."""
+    made = large_parameters(shape=(16, 3, 91, 97))
+    made[1] = nn.Parameter(made[1].detach().to(memory_format=torch.channels_last))
+    return made
 
-    def parameters() -> list[nn.Parameter]:
-        made = large_parameters(shape=(16, 3, 91, 97))
-        made[1] = nn.Parameter(made[1].detach().to(memory_format=torch.channels_last))
-        return made
 
+@pytest.mark.parametrize(
+    ("make", "parameters", "states", "threads"),
+    [
+        (sgd, large_parameters, 0, 1),
+        (adamw, in_another_order, 2, 1),
+        # In 32 bits what loops leave over at the end of a thread's share is rounded as the rest is.
+        *(
+            (STATE_OPTIMIZERS[n], large_parameters, states, 3)
+            for n, states in (("AdamW", 2), ("RMSprop", 3), ("SGD momentum", 1))
+        ),
+        (STATE_OPTIMIZERS["AdamW fused"], large_parameters, 2, 3),
+    ],
+)
+def test_kinds_of_updates(
+    started_tiered: StartTiered, make: Make, parameters: Callable[[], list[nn.Parameter]], states: int, threads: int
+) -> None:
+    torch.set_num_threads(threads)
     training = started_tiered(parameters=parameters())
-    optimizer = adamw(training.parameters)
-    train(optimizer, 3)
-    check_sliced(training, 2)
-    state = optimizer.state[training.parameters[1]]["exp_avg"]
-    assert state.stride() == training.parameters[1].stride() != training.parameters[1].contiguous().stride()
-    assert not differing(everything(optimizer), plain(3, parameters(), adamw))
-
-
-def test_counters_stay_what_user_code_holds(started_tiered: StartTiered) -> None:
-    training = started_tiered()
-    optimizer = adamw(training.parameters)
+    optimizer = make(training.parameters)
     train(optimizer, 1)
-    held = optimizer.state[training.parameters[1]]["step"]
+    held = optimizer.state[training.parameters[1]].get("step")
     train(optimizer, 2, first=1)
-    assert float(held) == 3 and optimizer.state[training.parameters[1]]["step"] is held
-
-
-@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "RMSprop", "SGD momentum"])
-def test_on_several_threads(started_tiered: StartTiered, name: str) -> None:
-    """In 32 bits what loops leave over at the end of a thread's share is rounded as the rest is."""
-    torch.set_num_threads(3)
-    training = started_tiered()
-    optimizer = STATE_OPTIMIZERS[name](training.parameters)
-    train(optimizer, 3)
-    assert training.states() and not differing(everything(optimizer), plain(3, large_parameters(), STATE_OPTIMIZERS[name]))
+    check_sliced(training, states)
+    assert held is None or float(held) == 3 and optimizer.state[training.parameters[1]]["step"] is held, "the user's, too"
+    for value in optimizer.state[training.parameters[1]].values():
+        assert value is None or value.ndim == 0 or value.stride() == training.parameters[1].stride()
+    assert not differing(everything(optimizer), plain(3, parameters(), make))
 
 
 # -- whole blocks before and after
@@ -109,3 +122,258 @@ def test_states_that_are_on_the_device(started_tiered: StartTiered) -> None:
     assert all(block.state is State.OFFLOADED for block in training.states().values())
     training.pager.bring_back_all()
     assert not differing(everything(optimizer), plain(4, large_parameters(), adamw))
+
+
+# -- updates by slices: what room they take, which updates are cut, what a trace says of them, and what becomes of errors
+# -- room
+
+
+def test_the_smallest_budget_is_parameter_gradient_and_some_slices(started_tiered: StartTiered) -> None:
+    """And works; without slices it would be six times the parameter, with the temporaries of its update."""
+    training = started_tiered(budget_bytes=MIB)
+    optimizer = adamw(training.parameters)
+    set_gradients(training.parameters, 0)
+    with pytest.raises(BudgetError, match=r"stage 'optimizer/subgroup.1' needs") as raised:
+        optimizer.step()
+    assert not optimizer.state and all(block.pins == 0 for block in training.pager.blocks)
+    smallest = raised.value.smallest_bytes
+    assert 2 * LARGE < smallest < 2.3 * LARGE
+    training.pager.account.budget_bytes = smallest - 1
+    with pytest.raises(BudgetError):
+        optimizer.step()
+    training.pager.account.budget_bytes = smallest
+    train(optimizer, 3)
+    check_sliced(training, 2)
+    assert not differing(everything(optimizer), plain(3, large_parameters(), adamw))
+
+
+@pytest.mark.parametrize("name", STATE_OPTIMIZERS)
+def test_an_update_takes_no_more_than_its_workspace(
+    started_tiered: StartTiered, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first step, and later ones."""
+    training = started_tiered()
+    optimizer = STATE_OPTIMIZERS[name](training.parameters)
+    taken: list[int] = []
+    run = SlicedUpdate.run
+
+    def measured(update: SlicedUpdate) -> None:
+        training.memory.reset_peak()
+        before = training.memory.allocated_bytes
+        run(update)
+        taken.append(training.memory.peak_bytes - before)
+
+    monkeypatch.setattr(SlicedUpdate, "run", measured)
+    train(optimizer, 2)
+    reserved = [
+        stage.workspace_bytes for each in training.iterations for stage in each.stages if stage.name == "optimizer/subgroup.1"
+    ]
+    assert len(taken) == len(reserved) == 2
+    assert all(0 < size <= limit <= LARGE / 4 for size, limit in zip(taken, reserved, strict=True)), (taken, reserved)
+
+
+def test_where_all_fits_nothing_is_cut_inside(started_tiered: StartTiered, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the update of one parameter takes nearly all of the room."""
+    monkeypatch.setattr(SlicedUpdate, "run", None)
+    training = started_tiered(budget_bytes=LARGE * 31 // 5)
+    optimizer = adamw(training.parameters)
+    train(optimizer, 2)
+    assert training.pager.account.evictions == 0 and all(block.state is State.ON_DEVICE for block in training.states().values())
+
+
+@pytest.mark.parametrize(("budget", "sliced"), [(LARGE * 23 // 2, 3), (LARGE * 25 // 2, 0)])
+def test_what_takes_more_than_half_of_the_room_is_cut_inside(
+    started_tiered: StartTiered, budget: int, sliced: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three large parameters, which do not fit together; each update takes six times as much as one of them."""
+
+    def parameters() -> list[nn.Parameter]:
+        return [*large_parameters(), *large_parameters(), *large_parameters()]
+
+    updates: list[SlicedUpdate] = []
+    run = SlicedUpdate.run
+    monkeypatch.setattr(SlicedUpdate, "run", lambda update: (updates.append(update), run(update)))
+    training = started_tiered(budget_bytes=budget, parameters=parameters())
+    optimizer = adamw(training.parameters)
+    train(optimizer, 3)
+    assert len(updates) == 3 * sliced and training.pager.account.evictions > 0
+    assert not differing(everything(optimizer), plain(3, parameters(), adamw))
+
+
+@pytest.mark.parametrize("why", ["the gradient has other strides", "states share memory", "it is Adafactor"])
+def test_what_cannot_be_cut_is_refused_before_anything_changes(started_tiered: StartTiered, why: str) -> None:
+    training = started_tiered()
+    kind = torch.optim.Adafactor if why == "it is Adafactor" else torch.optim.AdamW
+    optimizer = kind(training.parameters)
+    large = training.parameters[1]
+    set_gradients(training.parameters, 0)
+    if why == "the gradient has other strides":
+        large.grad = torch.zeros_like(large.t().contiguous()).t()
+    if why == "states share memory":
+        both = torch.zeros(2, *large.shape)
+        optimizer.state[large] = {"step": torch.tensor(0.0), "exp_avg": both[0], "exp_avg_sq": both[1]}
+        del both
+    before = everything(optimizer)
+    with pytest.raises(BudgetError, match="optimizer/subgroup.1"):
+        optimizer.step()
+    assert not differing(everything(optimizer), before)
+
+
+def test_subgroups_stay_the_same_over_the_iterations(started_tiered: StartTiered) -> None:
+    training = started_tiered()
+    train(adamw(training.parameters), 4)
+    assert len({iteration.signature for iteration in training.iterations}) == 1
+    assert [s.name for s in training.iterations[-1].stages if s.elements] == [f"optimizer/subgroup.{n}" for n in range(3)]
+
+
+def test_the_trace_has_no_states_that_stay_away(started_tiered: StartTiered) -> None:
+    training = started_tiered()
+    optimizer = adamw(training.parameters)
+    train(optimizer, 3)
+    profile = training.profile()
+    trace = profile.trace
+    assert {block.name for block in trace.blocks} >= {"p1", "optimizer/gradient.1"}
+    assert not any(block.kind == "optimizer_state" and block.size_bytes == LARGE for block in trace.blocks)
+    (stage,) = [stage for stage in trace.stages if stage.name == "optimizer/subgroup.1"]
+    assert 0 < stage.workspace_bytes < LARGE / 4 and stage.duration_seconds > 0
+    (subgroup,) = [each for each in trace.subgroups if each.stage == stage.id]
+    assert subgroup.elements == LARGE // 4 and len(subgroup.blocks) == 2
+    machine = SimpleNamespace(host_bytes=None, budgets=ResolvedBudgets(storage=100 * MIB))
+    background = BackgroundPlanner(Options(), machine, training.pager)  # type: ignore[arg-type]
+    assert background.budgets(profile).storage_bytes == 100 * MIB - 2 * align_up(LARGE)
+
+
+# -- errors
+
+
+class Failing:
+    """Fails the piece after `good` ones."""
+
+    def __init__(self, move: Callable[..., None], good: int) -> None:
+        self.move, self.left = move, good
+
+    def __call__(self, slot: Any, piece: Any, address: int) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise StorageIOError(path="f", block=slot.name, errno=5, action="test")
+        self.move(slot, piece, address)
+
+
+@pytest.mark.parametrize("good", [0, 9, 40])
+@pytest.mark.parametrize("link", ["read_link", "write_link"])
+def test_a_failed_copy_reaches_the_step(started_tiered: StartTiered, link: str, good: int) -> None:
+    """With a note if something was updated by then. Nothing stays lent, and all can still be brought back."""
+    training = started_tiered()
+    optimizer = adamw(training.parameters)
+    train(optimizer, 2)
+    before = everything(optimizer)
+    each = getattr(training.tiers["storage"].threads(), link)
+    move, each._move = each._move, Failing(each._move, good)
+    set_gradients(training.parameters, 2)
+    with pytest.raises(StorageIOError, match="block 'optimizer/p1.exp_avg") as raised:
+        optimizer.step()
+    each._move = move
+    assert all(block.state is not State.UPDATING and block.pins == 0 for block in training.pager.blocks)
+    changed = differing(everything(optimizer), before)
+    notes = getattr(raised.value, "__notes__", [])
+    assert ("1" in changed) == bool(notes), "the large parameter has changed"
+    assert not notes or "slices of the parameter whose update failed are done" in notes[0]
+    assert notes or link == "read_link" and good == 0
+    training.pager.bring_back_all()
+
+
+def test_no_room_for_new_states(started_tiered: StartTiered) -> None:
+    """In the first step: nothing of the parameter has changed, and the step can be made once there is room."""
+    training = started_tiered(drives=0, host_bytes=LARGE + MIB // 2)
+    optimizer = adamw(training.parameters)
+    set_gradients(training.parameters, 0)
+    before = training.parameters[1].detach().clone()
+    with pytest.raises(StorageFullError, match="raise host_budget"):
+        optimizer.step()
+    assert torch.equal(training.parameters[1], before) and not optimizer.state.get(training.parameters[1])
+    assert all(block.state is not State.UPDATING for block in training.pager.blocks)
+    store = training.tiers["host"].store
+    assert isinstance(store, HostStore) and store.used_bytes <= LARGE + MIB // 2
+
+
+# -- updates by slices on a device with streams: copies that the device makes by itself, and copies by threads
+
+
+class EagerDevice(SimulatedDevice):
+    """Does at once what is queued, as optimizers compute at once here; for other orders see `runtime/cuda/test_mover`."""
+
+    asynchronous = True
+
+    def __init__(self, seed: int, *, pieces: int, unit: int) -> None:
+        super().__init__(seed, pieces=pieces, unit=unit)
+        self.lock = threading.RLock()
+
+    def queue(self, lane: Lane, action: Callable[[], None]) -> None:
+        with self.lock:  # I/O threads begin copies as well
+            super().queue(lane, action)
+            self.synchronise()
+
+    def mark(self) -> WallMark:
+        return WallMark(float(self.steps))
+
+    def try_memory(self, size_bytes: int) -> None:
+        """There always is some."""
+
+    def external_bytes(self, known_bytes: int) -> int:
+        return 0
+
+
+class Gpu(ManagedTraining):
+    """Training on it. host: room for so many blocks of the large parameter's size."""
+
+    def __init__(self, folder: Path | None, *, host: int, debug: bool, last: ExitStack) -> None:
+        self.device = EagerDevice(0, pieces=12, unit=2 * MIB)
+        slab = Slab(host, 2 * MIB)
+        tiers = [Tier(name="host", store=slab, engine=None)] if host else []  # type: ignore[arg-type]
+        if folder is not None:
+            store = PosixStore([folder], budget_bytes=None, direct=False)
+            last.callback(store.close)
+            self.engine = Engine(store, threads=2, chunk_bytes=64 << 10, checksums=True)
+            last.callback(self.engine.close)
+            tiers.append(Tier(name="storage", store=store, engine=self.engine))
+        self.mover = StreamMover(self.device, Tiers(tiers), slab.address_of, poison=debug)
+        checked = CheckedMover(self.mover, self.mover.read) if debug else self.mover
+        last.callback(self.mover.close)
+        super().__init__(Pager(mover=checked, budget_bytes=LARGE_BUDGET, device=self.device), large_parameters())
+        last.callback(self.steps.close)
+
+
+@pytest.fixture
+def last() -> Iterator[ExitStack]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with ExitStack() as last:
+        yield last
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("debug", [False, True], ids=["plain", "debug"])
+@pytest.mark.parametrize("tiers", ["host", "storage", "host and storage"])
+def test_the_same_bits(last: ExitStack, tmp_path: Path, tiers: str, debug: bool) -> None:
+    """User code sees the states in between where it can; they come back whole, and leave again."""
+    room = {"host": 6, "storage": 0, "host and storage": 2}[tiers]
+    gpu = Gpu(None if tiers == "host" else tmp_path, host=room, debug=debug, last=last)
+    optimizer = adamw(gpu.parameters)
+    for step in range(6):
+        train(optimizer, 1, first=step)
+        gpu.device.synchronise()
+        states = list(gpu.states().values())
+        assert len(states) == 2 and all(block.state is State.OFFLOADED for block in states)
+        if step == 3:
+            with gpu.device.region():
+                gpu.pager.bring_back_all()
+            gpu.device.synchronise()
+    assert {block.tier for block in states} == ({tiers} if " and " not in tiers else {"host", "storage"})
+    assert gpu.pager.account.peak_bytes >= 2 * LARGE
+    if "host" in tiers:
+        gpu.mover.finished([])
+        assert gpu.mover.moved_bytes["host->device"] > 5 * LARGE
+    with gpu.device.region():
+        gpu.pager.bring_back_all()
+    gpu.device.synchronise()
+    assert not differing(everything(optimizer), plain(6, large_parameters(), adamw))

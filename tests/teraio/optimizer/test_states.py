@@ -1,23 +1,45 @@
-"""Optimizer states are blocks: what becomes one, that they move and come back, and what user code does with them."""
+"""Optimizer states are blocks: what becomes one, that they and gradients move and come back, also on a device with streams."""
 
 from __future__ import annotations
 
 import gc
+from collections import Counter
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from planner import Budgets
 from planner import plan as make_plan
 from planner.errors import BudgetError
-from runtime.paging import Pager, State
-from teraio.following import IterationObserver, StageSchedule
-from teraio.optimizer.steps import OptimizerSteps
-from teraio.optimizer.subgroups import SubgroupSizes
+from runtime.cuda import StreamMover
+from runtime.device import Lane, WallMark
+from runtime.paging import Block, Pager, State, Tier, Tiers
+from teraio.following import StageSchedule
+from teraio.optimizer.subgroup_steps import GradientVersions
 
+from ...runtime.simulated_device import SimulatedDevice
+from ...runtime.slab import Slab
+from ...thoroughness import by_profile
 from .managed_training import Start, Training
-from .plain_training import KIB, SIZE, everything, plain, same, set_gradients, square_parameters, state_bytes
+from .plain_training import (
+    KIB,
+    SIZE,
+    WIDE,
+    Textbook,
+    differences,
+    everything,
+    half_parameters,
+    keeping,
+    plain,
+    same,
+    set_gradients,
+    set_most_gradients,
+    square_parameters,
+    state_bytes,
+)
 
 
 def test_states_are_blocks_and_counters_are_not(started: Start) -> None:
@@ -198,22 +220,176 @@ def test_an_optimizer_that_is_gone_counts_no_more(started: Start) -> None:
     assert training.states() == {} and training.pager.account.fixed_bytes == 0
 
 
-def test_without_anywhere_to_go(started: Start) -> None:
-    parameters = square_parameters(3)
-    pager = Pager(mover=None, budget_bytes=None)
-    for parameter in parameters:
-        pager.block_of(parameter, name="p", kind="parameter", user_visible=True)
-    steps = OptimizerSteps(
-        pager,
-        IterationObserver(pager),
-        active=lambda: True,
-        step_done=lambda _: None,
-        sizes=SubgroupSizes(min_bytes=SIZE),
-    )
-    optimizer = torch.optim.AdamW(parameters)
-    for step in range(3):
-        set_gradients(parameters, step)
+# -- gradients that an update has only read are still what their copies say
+
+
+def parameters_with_gradients(*gradients: Tensor) -> list[nn.Parameter]:
+    parameters = [nn.Parameter(torch.ones(gradient.shape)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return parameters
+
+
+def blocks_of(pager: Pager, parameters: list[nn.Parameter]) -> list[Block]:
+    return [pager.block_of(p.grad, name="gradient", kind="gradient", user_visible=True) for p in parameters if p.grad is not None]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"foreach": False}, {"foreach": True}, {"foreach": True, "maximize": True}, {"weight_decay": 0.1, "foreach": False}],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_updates_that_only_read(kind: type[torch.optim.Optimizer], settings: dict[str, object]) -> None:
+    """None of these may count as changed that is not, and none as unchanged that is."""
+    pager, parameters = Pager(mover=None, budget_bytes=None), parameters_with_gradients(torch.rand(8), torch.rand(4))
+    optimizer = kind(parameters, lr=0.1, **settings)  # type: ignore[call-arg]
+    blocks = blocks_of(pager, parameters)
+    before = [p.grad.clone() for p in parameters if p.grad is not None]
+    versions = GradientVersions(optimizer)
+    optimizer.step()
+    assert versions.unchanged(pager.known_block) == set(blocks)
+    assert all(p.grad is not None and torch.equal(p.grad, b) for p, b in zip(parameters, before, strict=True))
+
+
+def test_an_update_that_writes() -> None:
+    """Fused, of gradients that a GradScaler has scaled: it divides them in place."""
+    pager, parameters = Pager(mover=None, budget_bytes=None), parameters_with_gradients(torch.rand(8))
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)  # type: ignore[attr-defined]
+    blocks_of(pager, parameters)
+    before = next(p.grad.clone() for p in parameters if p.grad is not None)
+    versions = GradientVersions(optimizer)
+    optimizer.step()
+    assert parameters[0].grad is not None and torch.allclose(parameters[0].grad, before / 2)
+    assert versions.unchanged(pager.known_block) == set()
+
+
+def test_one_of_several_gradients_in_a_storage_is_enough() -> None:
+    pager, flat = Pager(mover=None, budget_bytes=None), torch.rand(16)
+    alias = torch.empty(0).set_(flat.untyped_storage(), 8, (8,))  # counts its writes by itself
+    optimizer = torch.optim.SGD(parameters_with_gradients(flat[:8], alias), lr=0.1)
+    (block,) = set(blocks_of(pager, optimizer.param_groups[0]["params"]))
+    versions = GradientVersions(optimizer)
+    assert versions.unchanged(pager.known_block) == {block}
+    alias.zero_()
+    assert versions.unchanged(pager.known_block) == set()
+
+
+def test_without_gradients_or_blocks() -> None:
+    pager, parameters = Pager(mover=None, budget_bytes=None), [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    parameters[0].grad = torch.rand(2)
+    assert GradientVersions(torch.optim.SGD(parameters, lr=0.1)).unchanged(pager.known_block) == set()
+    with torch.inference_mode():
+        parameters[1].grad = torch.rand(2)
+    assert GradientVersions(torch.optim.SGD(parameters, lr=0.1)).unchanged(pager.known_block) == set()
+
+
+def test_none_goes_out_again_after_its_update(started: Start) -> None:
+    """They come back for it, and have to make room again before user code frees them."""
+    training = started(8, budget_bytes=14 * SIZE)
+    optimizer = torch.optim.AdamW(training.parameters)
+    training.train(optimizer, 2)
+    training.mover.log.clear()
+    training.train(optimizer, 1, first=2)
+    copies = Counter(line for line in training.mover.log if "gradient" in line and not line.startswith("drop"))
+    assert any(line.startswith("in ") for line in copies) and max(copies.values()) == 1
+    values = everything(optimizer)
+    training.steps.close()
+    assert same(values, plain(3, square_parameters(8)))
+
+
+# -- optimizer states on a device with streams, whose memory is exchanged when they leave and come back
+
+
+class Gpu:
+    """A simulated device as a `Device`.
+
+    Optimizers compute at once here, and what they allocate is freed at once: copies in end when a stage begins, copies out
+    when they are queued.
+    """
+
+    asynchronous = True
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device = device
+        queue = device.copy
+
+        def copy(lane: Lane, **what: int) -> None:
+            queue(lane, **what)
+            if lane is Lane.OUTWARD:
+                device.synchronise()
+
+        device.copy = copy  # type: ignore[method-assign]
+
+    def region(self) -> AbstractContextManager[None]:
+        return self.device.region()
+
+    def mark(self) -> WallMark:
+        return WallMark(float(self.device.steps))
+
+    def keep_until_computed(self, storage: torch.UntypedStorage) -> None:
+        """It is not freed."""
+
+    def try_memory(self, size_bytes: int) -> None:
+        """There always is some."""
+
+    def trim(self, spare_bytes: int) -> None:
+        """Nothing is kept for reuse."""
+
+    def external_bytes(self, known_bytes: int) -> int:
+        return 0
+
+
+KINDS = ["subgroups", "whole", "masters"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"), by_profile(ci=[*zip(KINDS, range(3), strict=True)], long=[(k, n) for k in KINDS for n in range(9)])
+)
+def test_states_leave_for_the_host_and_come_back(started: Start, kind: str, seed: int) -> None:
+    """In another place each time, with the same bits; user code reads them where they wait, and writes to a parameter."""
+    whole, unit = kind == "whole", WIDE if kind == "masters" else SIZE
+    budget_bytes = (30 if whole else 12) * unit
+    device = SimulatedDevice(seed, pieces=64, unit=unit)
+    slab = Slab(64, unit)
+    mover = StreamMover(device, Tiers([Tier(name="host", store=slab, engine=None)]), slab.address_of)
+    parameters = half_parameters(torch.bfloat16) if kind == "masters" else square_parameters(6)
+    training = started(budget_bytes=budget_bytes, device=Gpu(device), mover=mover, parameters=parameters)
+    acquire = training.pager.acquire
+
+    def acquire_and_arrive(*args: Any, **more: Any) -> None:
+        acquire(*args, **more)
+        device.synchronise()
+
+    training.pager.acquire = acquire_and_arrive  # type: ignore[method-assign]
+    optimizer = torch.optim.AdamW(training.parameters)
+    textbook = Textbook(half_parameters(torch.bfloat16), torch.optim.AdamW)
+    if kind == "masters":
+        keeping(optimizer)
+    if whole:
+        optimizer.register_step_pre_hook(lambda *_: None)
+    away: set[str] = set()
+    for step in range(6):
+        (set_most_gradients if kind == "masters" else set_gradients)(training.parameters, step)
         optimizer.step()
-    steps.close()
-    assert same(everything(optimizer), plain(3, square_parameters(3)))
-    assert sum(block.kind == "optimizer_state" for block in pager.blocks) == 6
+        textbook.train(1, step)
+        device.synchronise()
+        if whole:  # then nothing would have to leave by itself
+            with device.region():
+                training.pager.enter_region()
+                for block in training.states().values():
+                    training.pager.offload(block)
+                training.pager.leave_region()
+            device.synchronise()
+        away |= {name for name, block in training.states().items() if block.state is State.OFFLOADED}
+        if kind != "masters":
+            assert same(everything(optimizer), plain(step + 1))
+            continue
+        assert differences(optimizer, textbook) == []
+        if step == 3:
+            training.parameters[2].data.mul_(2)
+            textbook.masters[2].copy_(training.parameters[2].detach())
+    assert len(away) >= 6 and (kind != "masters" or sum(name.endswith("master_param") for name in away) >= 3), away
+    assert training.pager.account.peak_bytes <= budget_bytes
+    mover.close()  # storages of later tests may have the keys of these

@@ -1,8 +1,11 @@
-"""Steps by subgroups without any lower tier: what room they take, and which optimizers and steps they leave alone."""
+"""Steps by subgroups and as a whole: what room they take, which optimizers are managed, what is known of them, and what stays."""
 
 from __future__ import annotations
 
 import functools
+import gc
+import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,17 +19,21 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from planner.errors import BudgetError
 from runtime.paging import Pager
 from teraio.optimizer import SubgroupSizes
+from teraio.optimizer.subgroups import cut
 
-from .managed_training import ManagedTraining
+from .managed_training import ManagedTraining, Start
 from .plain_training import (
-    KIB,
     OPTIMIZERS,
     SIZE,
+    adamw,
     everything,
     nine_parameters,
+    parameters_of,
+    plain,
     same,
     set_gradients,
     set_most_gradients,
+    square_parameters,
     state_bytes,
     two_groups,
 )
@@ -68,21 +75,6 @@ def test_new_state_was_reserved_before_it_was_made(name: str) -> None:
         assert account.fixed_bytes == state_bytes(optimizer)
         assert account.used_bytes + account.fixed_bytes <= max(reserved) + small
         assert account.peak_bytes >= needed + state_bytes(optimizer) - small
-
-
-@pytest.mark.parametrize("name", ["AdamW", "AdamW foreach", "SGD", "SGD momentum", "AdamW amsgrad"])
-def test_a_budget_that_the_state_does_not_fit_in(name: str) -> None:
-    """Refused before anything is changed; the smallest budget that the error names is not too small."""
-    with stepping(budget_bytes=1 * KIB) as steps:
-        before = [p.detach().clone() for p in steps.parameters]
-        optimizer = OPTIMIZERS[name](steps.parameters)
-        with pytest.raises(BudgetError) as raised:
-            optimizer.step()
-        assert not optimizer.state and all(map(torch.equal, before, steps.parameters))
-        assert all(block.pins == 0 for block in steps.pager.blocks)
-        steps.pager.account.budget_bytes = raised.value.smallest_bytes
-        optimizer.step()
-        assert steps.pager.account.peak_bytes <= steps.pager.account.budget_bytes
 
 
 def test_several_optimizers() -> None:
@@ -135,3 +127,142 @@ def test_parameters_of_others_are_left_alone_and_closing_unhooks() -> None:
         steps.steps.close()
         torch.optim.AdamW(steps.parameters).step()
         assert steps.finished == [] and steps.pager.account.fixed_bytes == 0
+
+
+# -- which optimizers are managed, and how those are that cannot be cut
+
+
+def test_off_and_chosen(started: Start) -> None:
+    training = started(2, budget_bytes=None, automatic=False)
+    optimizer = torch.optim.AdamW(training.parameters)
+    training.train(optimizer, 2)
+    assert training.states() == {} and training.pager.account.fixed_bytes == state_bytes(optimizer)
+    assert all(stage.phase != "optimizer" for iteration in training.iterations for stage in iteration.stages)
+    training.steps.manage(optimizer)
+    assert len(training.states()) == 4 and training.pager.account.fixed_bytes == 2 * 4, "at once"
+    training.train(optimizer, 1, first=2)
+    assert "optimizer" in [stage.phase for stage in training.iterations[-1].stages]
+    assert same(everything(optimizer), plain(3, square_parameters(2)))
+
+
+def test_what_is_chosen_before_its_parameters_are_known(started: Start) -> None:
+    training = started(2, budget_bytes=None)
+    later = square_parameters(2)
+    optimizer = torch.optim.Adagrad(later)
+    training.steps.manage(optimizer)
+    assert training.states() == {}
+    for parameter in later:
+        training.pager.block_of(parameter, name="later", kind="parameter", user_visible=True)
+    training.steps.between_regions()
+    assert set(training.states()) == {"optimizer/later.sum"}
+    assert sum(block.kind == "optimizer_state" for block in training.pager.blocks) == 2
+
+
+class AdamW(Optimizer):
+    """Of a user's own, with the name of one that can be split: puts a new tensor in place of its state in every step."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                state["mean"] = 0.9 * state.get("mean", torch.zeros_like(parameter)) + parameter.grad
+                parameter -= 0.1 * state["mean"]
+
+
+@pytest.mark.parametrize("budget", [None, 30 * SIZE, 8 * SIZE], ids=["no limit", "fits", "does not fit"])
+def test_an_optimizer_of_the_user_s_own(started: Start, budget: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    training = started(budget_bytes=budget)
+    optimizer = AdamW(training.parameters)
+    with caplog.at_level(logging.INFO, logger="teraio"):
+        training.train(optimizer, 5)
+    assert caplog.messages == ["AdamW is updated as a whole: its update is not known to treat each parameter by itself"]
+    assert same(everything(optimizer), plain(5, make=AdamW))
+    assert all(block.pins == 0 for block in training.pager.blocks)
+    wholes = [[s.name for s in i.stages if s.phase == "optimizer"] for i in training.iterations]
+    assert wholes[-1] == ([] if budget == 8 * SIZE else ["optimizer/whole"])
+    if wholes[-1]:
+        trace = training.profile().trace
+        states = [block for block in trace.blocks if block.kind == "optimizer_state"]
+        assert len(states) == 6 and all(block.persistent and block.reads == block.writes == (1,) for block in states)
+
+
+def test_on_a_gpu_a_whole_step_that_does_not_fit_is_refused(started: Start) -> None:
+    training = started(budget_bytes=8 * SIZE, gpu=True)
+    optimizer = torch.optim.AdamW(training.parameters)
+    training.train(optimizer, 2)
+    optimizer.register_step_post_hook(lambda *_: None)
+    before = everything(optimizer)
+    set_gradients(training.parameters, 2)
+    with pytest.raises(BudgetError) as raised:
+        optimizer.step()
+    assert "optimizer/AdamW, which is updated as a whole because there are step hooks besides teraio's" in str(raised.value)
+    assert f"give a memory_budget of at least {raised.value.smallest_bytes} bytes" in str(raised.value)
+    assert same(everything(optimizer), before)
+    training.pager.account.budget_bytes = raised.value.smallest_bytes
+    optimizer.step()
+    assert training.pager.account.peak_bytes <= raised.value.smallest_bytes
+    assert same(everything(optimizer), plain(3))
+
+
+def test_a_whole_step_that_fails_holds_nothing(started: Start) -> None:
+    training = started(budget_bytes=30 * SIZE)
+
+    class Failing(AdamW):
+        fail = True
+
+        def step(self, closure: Any = None) -> None:
+            if self.fail:
+                raise ArithmeticError
+            AdamW.step.__wrapped__(self)  # type: ignore[attr-defined]
+
+    optimizer = Failing(training.parameters)
+    set_gradients(training.parameters, 0)
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    assert all(block.pins == 1 for block in training.pager.blocks)
+    training.steps.between_regions()
+    assert all(block.pins == 0 for block in training.pager.blocks)
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    optimizer.fail = False
+    training.train(optimizer, 3)
+    assert all(block.pins == 0 for block in training.pager.blocks)
+    assert same(everything(optimizer), plain(3, make=AdamW))
+
+
+# -- what is known of an optimizer: it keeps nothing alive, groups come back as they were, and cuts follow the sizes
+
+
+def test_what_is_known_keeps_nothing_alive(started: Start) -> None:
+    training = started(2, budget_bytes=None)
+    optimizer = adamw(square_parameters(2))
+    training.steps.manage(optimizer)
+    parameters = parameters_of(optimizer)
+    for parameter in parameters:
+        training.pager.block_of(parameter, name="other", kind="parameter", user_visible=True)
+    set_gradients(parameters, 0)
+    optimizer.step()
+    managed = training.steps.managed(optimizer)
+    assert managed.adopted and managed.has_blocks and managed.optimizer is optimizer
+    gone = [weakref.ref(optimizer), *(weakref.ref(p) for p in parameters), weakref.ref(optimizer.state[parameters[0]]["exp_avg"])]
+    del optimizer, parameters, parameter
+    gc.collect()
+    assert [each() for each in gone] == [None] * 4
+    with pytest.raises(ReferenceError):
+        _ = managed.optimizer
+
+
+def test_where_parameters_are_cut() -> None:
+    def subgroups(size_bytes: int, **more: set[int]) -> list[list[int]]:
+        return [list(numbers) for numbers in cut([4, 4, 4, 4], size_bytes, **more)]
+
+    assert subgroups(8) == [[0, 1], [2, 3]]
+    assert subgroups(16) == [[0, 1, 2, 3]]
+    assert subgroups(0) == [[0], [1], [2], [3]]
+    assert subgroups(16, alone={1}) == [[0], [1], [2, 3]]
+    assert subgroups(0, joined={1}) == [[0, 1], [2], [3]]
+    assert subgroups(8, joined={2}) == [[0, 1, 2], [3]]
+    assert list(cut([], 8)) == []

@@ -26,7 +26,8 @@ from teraio.optimizer.subgroups import MIN_SUBGROUP_BYTES, SubgroupSizes, subgro
 from teraio.options import parse_options
 from teraio.training_run import RunParts, TrainingRun
 
-from ..parity.optimizers import MIB, Case, budgeted, one, train, unmanaged
+from ..parity.harness import MIB, check_exact, reference, share_of_peak, train
+from ..parity.optimizers import small
 from .managed_training import Start
 from .plain_training import (
     MASTER_OPTIMIZERS,
@@ -153,9 +154,9 @@ def test_where_nothing_is_measured() -> None:
     assert no_links.choose(adam(), SIZES, 64 * GIB, pager()) == UNMEASURED_BYTES
     no_limit = SubgroupSizes(lambda: hardware({"host": 1e10}), measure=measure)
     assert no_limit.choose(adam(), SIZES, None, pager()) == UNMEASURED_BYTES
-    for small in ([MIB, 2 * MIB], [GIB]):  # one subgroup, which must not decide for an optimizer that comes later
+    for few in ([MIB, 2 * MIB], [GIB]):  # one subgroup, which must not decide for an optimizer that comes later
         sizes = SubgroupSizes(lambda: hardware({"host": 1e10}), measure=measure)
-        assert sizes.choose(adam(), small, GIB, pager()) == MIN_SUBGROUP_BYTES and sizes.used_bytes is None
+        assert sizes.choose(adam(), few, GIB, pager()) == MIN_SUBGROUP_BYTES and sizes.used_bytes is None
     assert measure.count == 0
 
 
@@ -246,23 +247,22 @@ def larger_subgroups(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measure], Non
 
 def test_a_plan_brings_the_size_that_it_was_made_for(tmp_path: Path, larger_subgroups: Callable[[Measure], None]) -> None:
     """What is measured the next time does not matter then."""
-    case = Case(make=one(torch.optim.AdamW), layers=6, planned=True, steps=8)
-    expected = unmanaged(case, tmp_path)
+    case = small("AdamW", layers=6, planned=True, steps=8)
     paths = {"trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"}
-    options = budgeted(case, tmp_path, int(0.5 * expected.status.device_peak_bytes)) | {"solver_time_limit": 2}
+    options = share_of_peak(case, tmp_path, 0.5)
     larger_subgroups(Measured(10.0))
-    found = train(case, tmp_path, {**options, **paths})
+    found = train(case, options={**options, **paths})
     trace, plan = planner.Trace.load(paths["trace_out"]), planner.Plan.load(paths["plan_out"])
     assert found.status.phase == "planned" and plan.subgroup_bytes == trace.subgroup_bytes > 8 * MIB
     count = len(trace.subgroups)
     assert 2 <= count <= 6, "at least two of twelve parameters in each"
     larger_subgroups(Measured(0.0))
     for given in (paths["plan_out"], None):
-        again = train(case, tmp_path, {**options, "trace_out": tmp_path / "again.json", "plan": given})
+        again = train(case, options={**options, "trace_out": tmp_path / "again.json", "plan": given})
         assert again.status.phase == "planned"
         assert (len(planner.Trace.load(tmp_path / "again.json").subgroups) == count) == (given is not None)
         for result in (found, again):
-            assert all(map(torch.equal, result.values, expected.values)) and len(result.values) == len(expected.values)
+            check_exact(result, reference(case))
 
 
 def test_a_damaged_plan_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
@@ -283,9 +283,9 @@ def test_a_real_measure_is_taken_once_in_training(tmp_path: Path, larger_subgrou
         return taken[-1]
 
     larger_subgroups(measure)
-    case = Case(make=one(torch.optim.AdamW), layers=4)
-    expected = unmanaged(case, tmp_path)
+    case = small("AdamW", layers=4)
+    expected = reference(case)
     assert not taken, "nothing is cut without a budget"
-    found = train(case, tmp_path, budgeted(case, tmp_path, int(0.5 * expected.status.device_peak_bytes)))
-    assert all(map(torch.equal, found.values, expected.values)) and found.moved_states
-    assert len(taken) == 1 and 0 < taken[0] < 0.1
+    found = train(case, options=share_of_peak(case, tmp_path, 0.5))
+    check_exact(found, expected)
+    assert found.moved_states and len(taken) == 1 and 0 < taken[0] < 0.1

@@ -1,4 +1,4 @@
-"""Train a case three ways (eager; teraio without a budget; teraio under one) and compare what came out.
+"""Trainings as users write them, one for each `Case`, and what must be the same in all of them, with and without a budget.
 
 The budgeted run must equal the unbudgeted one bit for bit: the same stages ran, on other pages. Against eager
 the arithmetic differs (decompositions, fusion): tensors must agree within `EAGER_TOLERANCE`.
@@ -6,9 +6,10 @@ the arithmetic differs (decompositions, fusion): tensors must agree within `EAGE
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...training import begin, require
+import teraio
+from teraio.registry import REGISTRY
+from teraio.stages import CutPolicy
+
+from ...training import Training, begin, require
 
 EAGER_TOLERANCE = 1e-4
 """Largest allowed |a - b| against eager, as a fraction of the tensor's largest |b| (plus `EAGER_FLOOR`)."""
@@ -31,7 +37,8 @@ SOLVER_SECONDS = 3
 """Enough for a good plan. That a plan is the best one is nothing that parity needs."""
 MIB = 1 << 20
 
-Batch = tuple[Tensor, Tensor]
+Batch = Any
+"""What a step of the user's loop gets: by default inputs and targets."""
 
 compiled_input_needs_grad = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")
 """For cases where a compiled part's output enters another: Dynamo reads its `.grad`, and PyTorch warns."""
@@ -41,11 +48,11 @@ compiled_input_needs_grad = pytest.mark.filterwarnings("ignore:The .grad attribu
 class Case:
     """What is trained, and how.
 
-    make_model, make_optimizer: called after seeding, so that all runs start alike.
+    make_model, make_optimizer: called after seeding, so that all runs start alike. There may be several optimizers, or none.
     make_batches: the batches of the steps, in order; called once per run with the number of steps.
     step: one iteration of the user's loop, which ends with an optimizer step; records what is compared.
     compile_parts: names of children to compile one by one; empty compiles the whole model as one.
-    compile_options: further keyword arguments of `torch.compile`.
+    compile_options: further keyword arguments of `torch.compile`. options: further ones of the backend.
     steps: how many; by default 3, or as many as it takes to get to a plan.
     planned: let a plan take over, and check that it did; else the run stays on demand.
     """
@@ -53,31 +60,68 @@ class Case:
     make_model: Callable[[], nn.Module]
     make_batches: Callable[[int], list[Batch]]
     step: Callable[[Run, Batch, int], None] = field(default_factory=lambda: plain_step)
-    make_optimizer: Callable[[nn.Module], Optimizer] = field(default_factory=lambda: sgd)
+    make_optimizer: Callable[[nn.Module], Optimizer | list[Optimizer]] = field(default_factory=lambda: sgd)
     make_scheduler: Callable[[Optimizer], Any] | None = None
     compute_loss: Callable[[nn.Module, Batch], Tensor] = field(default_factory=lambda: cross_entropy)
     steps: int | None = None
     compile_parts: tuple[str, ...] = ()
-    compile_options: Mapping[str, Any] = field(default_factory=dict)
+    compile_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     planned: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """One training run, as a case's step sees it; `record*` keep copies of what is compared later."""
+    """One training run, as a case's step sees it; `record*` keep copies of what is compared later.
+
+    options: of the backend. left: names of the parameters that had a gradient after each backward pass.
+    """
 
     case: Case
-    module: nn.Module
-    model: nn.Module
-    optimizer: Optimizer
+    training: Training
+    options: Mapping[str, Any] | None
     losses: list[Tensor] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     observed: list[tuple[str, Tensor]] = field(default_factory=list)
+    left: list[set[str]] = field(default_factory=list)
     kept: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def module(self) -> Any:
+        return self.training.module
+
+    @property
+    def model(self) -> nn.Module:
+        return self.training.model
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return self.training.optimizers
+
+    @property
+    def optimizer(self) -> Any:
+        return self.optimizers[0]
 
     def loss(self, batch: Batch) -> Tensor:
         """The loss of `batch` through the compiled model."""
         return self.case.compute_loss(self.model, batch)
+
+    def backward(self, batch: Batch, scale: float = 1.0, **settings: Any) -> Tensor:
+        """A forward and a backward pass. Returns the loss, which is recorded."""
+        loss = scale * self.loss(batch)
+        loss.backward(**settings)
+        self.record_loss(loss)
+        self.note_left()
+        return loss
+
+    def update(self) -> None:
+        """The step of each optimizer, after which gradients are gone."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def note_left(self) -> None:
+        self.left.append({name for name, p in self.module.named_parameters() if p.grad is not None})
 
     def record_loss(self, loss: Tensor) -> None:
         self.losses.append(loss.detach().clone())
@@ -91,24 +135,76 @@ class Run:
     def record(self, name: str, value: Tensor) -> None:
         self.observed.append((name, value.detach().clone()))
 
+    def go(self, batches: list[Batch]) -> None:
+        """Take a step for each of the batches, which are kept by nobody else, as from a data loader."""
+        scheduler = self.case.make_scheduler(self.optimizer) if self.case.make_scheduler else None
+
+        def step(batch: Batch, index: int) -> None:
+            self.case.step(self, batch, index)
+            if scheduler is not None:
+                scheduler.step()
+
+        self.training.run(_handed_over(batches), step, planned=self.case.planned)
+
+    def states(self) -> dict[str, Tensor]:
+        """Copies of the optimizers' states, by name; of a tensor over others, those."""
+        found: dict[str, Tensor] = {}
+        for optimizer in self.optimizers:
+            for number, parameter in enumerate(self.module.parameters()):
+                for name, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        found |= {f"{name}{inner} of {number}": each.clone() for inner, each in _plain(value).items()}
+        return found
+
+    def result(self) -> Result:
+        """End the run."""
+        states = self.states()
+        recorded = (tuple(self.losses), tuple(self.gradients), tuple(self.observed))
+        parameters = self.training.finish()
+        moved, progress = self.training.states_moved, tuple(self.training.progress)
+        return Result(*recorded, parameters, progress, states=states, left=self.left, moved_states=moved)
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run computed, in order, and `progress`: teraio's status after every step (empty under eager)."""
+    """What a run computed, in order, and `progress`: teraio's status after every step (empty under eager).
+
+    left: see `Run`. moved_states: names of the optimizer states that were in a lower tier after some step.
+    """
 
     losses: tuple[Tensor, ...]
     gradients: tuple[dict[str, Tensor], ...]
     observed: tuple[tuple[str, Tensor], ...]
     parameters: dict[str, Tensor]
     progress: tuple[tuple[Any, ...], ...]
+    states: dict[str, Tensor] = field(default_factory=dict)
+    left: list[set[str]] = field(default_factory=list)
+    moved_states: set[str] = field(default_factory=set)
 
-    def named(self) -> dict[str, Tensor]:
-        """Losses, gradients, observations, parameters and buffers, each under a name of its own."""
+    @property
+    def status(self) -> teraio.Status:
+        """The last one of the first run."""
+        return self.progress[-1][0]
+
+    @property
+    def left_over(self) -> list[int]:
+        """How many parameters had a gradient after each backward pass."""
+        return [len(names) for names in self.left]
+
+    def named(self, *, states: bool = True) -> dict[str, Tensor]:
+        """Losses, gradients, observations, parameters, buffers and states, each under a name of its own."""
         named = {f"loss {i}": loss for i, loss in enumerate(self.losses)}
         for i, gradients in enumerate(self.gradients):
             named |= {f"gradient {i} of {name}": value for name, value in gradients.items()}
         named |= {f"observation {i}, {name}": value for i, (name, value) in enumerate(self.observed)}
+        named |= {f"state {name}": value for name, value in self.states.items()} if states else {}
         return named | {f"final {name}": value for name, value in self.parameters.items()}
+
+
+def _plain(value: Tensor) -> dict[str, Tensor]:
+    if not is_traceable_wrapper_subclass(value):
+        return {"": value}
+    return {f".{name}": getattr(value, name) for name in value.__tensor_flatten__()[0]}
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
@@ -124,47 +220,40 @@ def sgd(module: nn.Module) -> Optimizer:
 def plain_step(run: Run, batch: Batch, index: int) -> None:
     """Forward, backward, update; records the loss and all gradients."""
     run.optimizer.zero_grad()
-    loss = run.loss(batch)
-    loss.backward()
-    run.record_loss(loss)
+    run.backward(batch)
     run.record_gradients()
     run.optimizer.step()
 
 
-def train(case: Case, *, backend: str | None, options: Mapping[str, Any] | None = None) -> Result:
-    """Run `case` under `backend` (None: eager, nothing compiled) with `options`, from a fresh process state.
+def start(case: Case, *, backend: str | None = "teraio", options: Mapping[str, Any] | None = None) -> Run:
+    """Make what `case` trains under `backend` (None: eager, nothing compiled) with `options`, from a fresh process state."""
+    given = None if backend is None else {**case.options, **(options or {})}
 
-    Leaves no runtime behind. Raises what the case's step raises.
-    """
-    given = None if backend is None else dict(options or {})
-    training = begin(
-        case.make_model,
-        lambda module: [case.make_optimizer(module)],
-        given,
-        backend=backend or "",
-        seed=1,
-        parts=case.compile_parts,
-        **case.compile_options,
-    )
-    run = Run(case=case, module=training.module, model=training.model, optimizer=training.optimizers[0])
-    scheduler = case.make_scheduler(run.optimizer) if case.make_scheduler else None
+    def make_optimizers(module: nn.Module) -> list[Optimizer]:
+        made = case.make_optimizer(module)
+        return made if isinstance(made, list) else [made]
 
-    def step(batch: Batch, index: int) -> None:
-        case.step(run, batch, index)
-        if scheduler is not None:
-            scheduler.step()
+    parts, further = case.compile_parts, case.compile_options
+    training = begin(case.make_model, make_optimizers, given, backend=backend or "", seed=1, parts=parts, **further)
+    return Run(case=case, training=training, options=given)
 
+
+def train(case: Case, *, backend: str | None = "teraio", options: Mapping[str, Any] | None = None) -> Result:
+    """Run `case`. See `start`. Leaves no runtime behind. Raises what the case's step raises."""
+    run = start(case, backend=backend, options=options)
     batches = case.make_batches(case.steps or (PLANNED_STEPS if case.planned else 3))
     torch.manual_seed(2)
-    training.run(_handed_over(batches), step, planned=case.planned)
-    recorded = (tuple(run.losses), tuple(run.gradients), tuple(run.observed))
-    return Result(*recorded, training.finish(), tuple(training.progress))
+    run.go(batches)
+    return run.result()
 
 
 def _handed_over(batches: list[Batch]) -> Iterator[Batch]:
-    """The batches one by one, kept by nobody else, as from a data loader: a budget has to hold those that are kept."""
+    """The batches one by one: a budget has to hold those that are kept."""
     while batches:
         yield batches.pop(0)
+
+
+# -- with a budget between what the case needs at least and its peak
 
 
 def budget_between(unbudgeted: Result, fraction: float) -> int:
@@ -181,42 +270,92 @@ def budget_between(unbudgeted: Result, fraction: float) -> int:
     return int(least + fraction * (peak - least))
 
 
-def check_parity(case: Case, tmp_path: Path, *, codegen: str = "eager", fraction: float = 0.3, debug: bool = False) -> Result:
-    """Run `case` all three ways, compare, and return the budgeted result.
+def check_parity(case: Case, folder: Path, *, codegen: str = "eager", fraction: float = 0.3, **options: Any) -> Result:
+    """Run `case` eagerly, without a budget and with one, compare, and return the budgeted result.
 
     fraction: where the budget lies between what is needed at least (0) and the unconstrained peak (1).
-    debug: the budgeted run poisons memory that holds nothing, and compares what comes back with what left.
+    options: further ones of the budgeted run.
     The budgeted run must have moved blocks both ways, have stayed under its budget, and, for a planned case,
     have run by a plan.
     """
-    eager = train(case, backend=None)
-    unbudgeted = train(case, backend="teraio", options={"codegen": codegen, "storage": str(tmp_path)})
-    budget = budget_between(unbudgeted, fraction)
-    options = budgeted_options(case, tmp_path, budget=budget, codegen=codegen) | {"debug": debug}
-    budgeted = train(case, backend="teraio", options=options)
+    unbudgeted = train(case, options={"codegen": codegen, "storage": str(folder)})
     require(not any(moved_bytes(unbudgeted.progress[-1]).values()), "the run without a budget moved blocks")
+    budget = budget_between(unbudgeted, fraction)
+    budgeted = train(case, options=budgeted_options(case, folder, budget=budget, codegen=codegen) | options)
     check_exact(budgeted, unbudgeted)
-    check_close(budgeted, eager)
     check_budget(budgeted, budget)
     if case.planned:
         check_planned(budgeted)
+    check_close(budgeted, train(case, backend=None))
     return budgeted
 
 
-def budgeted_options(case: Case, tmp_path: Path, *, budget: int, codegen: str) -> dict[str, Any]:
+def budgeted_options(case: Case, folder: Path, *, budget: int, codegen: str = "eager") -> dict[str, Any]:
     return {
         "codegen": codegen,
         "memory_budget": budget,
-        "storage": str(tmp_path),
+        "storage": str(folder),
         "storage_budget": 1024 * MIB,
         "profile_iterations": 2 if case.planned else 1000,
         "solver_time_limit": SOLVER_SECONDS,
     }
 
 
+# -- with a share of what the optimizer as it is takes
+
+
+def unmanaged(case: Case) -> Result:
+    """The run without a budget and without managed optimizers."""
+    result = train(case, options={"optimizer": "off"})
+    require(not any(result.status.moved_bytes.values()) and not result.moved_states, "blocks moved without a budget")
+    return result
+
+
+def reference(case: Case) -> Result:
+    """As `unmanaged`, but trained only once in this process for equal cases, if nothing is kept from step to step."""
+    if case.step is not one_update:
+        return unmanaged(case)
+    # Of the fixtures: other stages have another peak.
+    return _kept(replace(case, planned=False), REGISTRY.parts.cut_policy, torch.get_num_threads())
+
+
+def one_update(run: Run, batch: Batch, index: int) -> None:
+    """A pass and an update by all optimizers."""
+    run.backward(batch)
+    run.update()
+
+
+@functools.lru_cache(maxsize=8)
+def _kept(case: Case, policy: CutPolicy | None, threads: int) -> Result:
+    return unmanaged(case)
+
+
+def share_of_peak(case: Case, folder: Path, fraction: float) -> dict[str, Any]:
+    """The options of a budget of that fraction of what the unmanaged run took at its peak."""
+    return budgeted_options(case, folder, budget=int(fraction * reference(case).status.device_peak_bytes))
+
+
+def check_states(case: Case, folder: Path, *, states: int, fraction: float = 0.45, **options: Any) -> Result:
+    """Train unmanaged, and within `fraction` of what that took at its peak. At least `states` states must leave.
+
+    options: further ones of the run with a budget.
+    """
+    expected = reference(case)
+    given = share_of_peak(case, folder, fraction) | options
+    found = train(case, options=given)
+    check_exact(found, expected)
+    assert 0 < found.status.device_peak_bytes <= given["memory_budget"]
+    assert len(found.moved_states) >= states, found.moved_states
+    assert found.status.phase == ("planned" if case.planned else "profile")
+    return found
+
+
+# -- checks
+
+
 def check_exact(result: Result, reference: Result) -> None:
     """Raises AssertionError unless all tensors of `result` equal those of `reference` bit for bit."""
-    _compare(result, reference, torch.equal, "bit for bit")
+    _compare(result.named(), reference.named(), torch.equal, "bit for bit")
 
 
 def check_close(result: Result, reference: Result, tolerance: float = EAGER_TOLERANCE) -> None:
@@ -228,12 +367,11 @@ def check_close(result: Result, reference: Result, tolerance: float = EAGER_TOLE
         limit = tolerance * float(b.abs().max()) + EAGER_FLOOR
         return bool(((a - b).abs() <= limit).all())  # all(): NaN must not pass
 
-    _compare(result, reference, close, f"within {tolerance}")
+    _compare(result.named(states=False), reference.named(states=False), close, f"within {tolerance}")
 
 
-def _compare(result: Result, reference: Result, same: Callable[[Tensor, Tensor], bool], how: str) -> None:
-    ours, theirs = result.named(), reference.named()
-    require(bool(reference.losses), "the reference recorded nothing to compare")
+def _compare(ours: dict[str, Tensor], theirs: dict[str, Tensor], same: Callable[[Tensor, Tensor], bool], how: str) -> None:
+    require(bool(theirs), "the reference recorded nothing to compare")
     require(ours.keys() == theirs.keys(), f"recorded by one run only: {sorted(ours.keys() ^ theirs.keys())}")
     wrong = [f"{n}: {_difference(v, theirs[n])}" for n, v in ours.items() if not same(v, theirs[n])]
     listed = "\n  ".join(wrong[:12])

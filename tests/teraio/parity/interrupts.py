@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import faulthandler
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,26 @@ HANG_SECONDS = 120
 """After so long the process writes the stacks of all threads and ends."""
 
 
+def acting_at(
+    place: Place, run: Callable[[], None], act: Callable[[], None], watched: Sequence[str] = WATCHED, **of: Any
+) -> None:
+    """Run `run()`; when it gets to `place`, call `act()`, once. of: `tracing`."""
+    acted = False
+
+    def at_line(here: Place) -> None:
+        nonlocal acted
+        if here == place and not acted:
+            acted = True
+            act()
+
+    with tracing(watched, at_line, **of):
+        run()
+
+
 def interrupted_at(place: Place, run: Callable[[], None]) -> bool:
     """Run `run()`; when it gets to `place`, send SIGINT to this process, once. Return whether that ended it."""
-    sent = False
-
-    def send(here: Place) -> None:
-        nonlocal sent
-        if here == place and not sent:
-            sent = True
-            signal.raise_signal(signal.SIGINT)
-
     try:
-        with tracing(WATCHED, send):
-            run()
+        acting_at(place, run, lambda: signal.raise_signal(signal.SIGINT))
     except KeyboardInterrupt:
         return True
     return False
@@ -108,6 +116,16 @@ class ShadowedTraining:
             settle(pager)
             check_account(pager)
         return hit
+
+    def interrupt_at(self, places: Iterable[Place], how: Callable[[Place, Callable[[], None]], bool]) -> None:
+        """Call `interrupted_step` for each of the places. Raises AssertionError if none was hit: some lines run at times only."""
+        hits = 0
+        for place in places:
+            try:
+                hits += self.interrupted_step(partial(how, place))
+            except Exception as error:
+                raise AssertionError(f"after an interrupt at {place}: {error!r}") from error
+        require(hits > 0, "no place was hit")
 
     def end_iteration(self) -> None:
         """Step, after an error in a backward pass that may have updated some parameters."""

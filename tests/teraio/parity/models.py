@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from .harness import Batch
 
@@ -61,6 +65,49 @@ class Transformer(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
+
+
+Checkpoint = Callable[[nn.Module, Tensor], Tensor]
+WITHOUT_REENTRY: Checkpoint = functools.partial(checkpoint, use_reentrant=False)
+WITH_REENTRY: Checkpoint = functools.partial(checkpoint, use_reentrant=True)
+
+
+def nested(layer: nn.Module, x: Tensor) -> Tensor:
+    """A checkpoint in a checkpoint."""
+    return WITHOUT_REENTRY(lambda hidden: WITHOUT_REENTRY(layer, hidden).sin(), x)  # type: ignore[arg-type]
+
+
+class Checkpointed(nn.Module):
+    """A layer that backward recomputes, with the random state that the forward pass saved."""
+
+    def __init__(self, layer: nn.Module, how: Checkpoint) -> None:
+        super().__init__()
+        self.layer, self.how = layer, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self.layer, x)
+
+
+def checkpointed(*ways: Checkpoint, dropout: float = 0.0) -> nn.Module:
+    """A transformer with a layer for each of the ways."""
+    model = Transformer(layers=len(ways), dropout=dropout)
+    model.layers = nn.ModuleList(Checkpointed(layer, how) for layer, how in zip(model.layers, ways, strict=True))
+    return model
+
+
+class SparseEmbedding(nn.Module):
+    """Tokens [batch, time] to logits [batch, time, 256]; the weights are 1 MiB each. Sparse gradients have no storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1024, 256, sparse=True)
+        self.layers = nn.ModuleList([nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False)])
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
 
 
 class Wide(nn.Module):

@@ -210,43 +210,26 @@ def test_a_directory_that_takes_no_more_writes(
     assert not unequal(values(training), from_checkpoint(checkpoint, 3, 5))
 
 
-def test_a_directory_that_vanishes(options: dict[str, Any], tmp_path: Path) -> None:
-    training = start(options)
-    train(training, 0, 2)
-    shutil.rmtree(tmp_path)
-    train(training, 2, 4)
-    goes_on(training, 4)
-
-
-def test_a_directory_that_is_a_link(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_directory_that_is_a_link_and_one_that_vanishes(options: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "drive")
-    training = start({**options, "storage": tmp_path / "link"})
-    train(training, 0, 3)
-    assert list((tmp_path / "drive").iterdir())
-    goes_on(training, 3)
-    assert not list((tmp_path / "drive").iterdir()) and (tmp_path / "link").is_symlink()
+    for vanishes in (False, True):
+        training = start({**options, "storage": tmp_path / "link"})
+        train(training, 0, 2)
+        assert list((tmp_path / "drive").iterdir())
+        if vanishes:
+            shutil.rmtree(tmp_path / "drive")
+        train(training, 2, 4)
+        goes_on(training, 4)
+        assert vanishes or not list((tmp_path / "drive").iterdir()) and (tmp_path / "link").is_symlink()
 
 
 def test_a_file_that_is_cut_short(options: dict[str, Any], tmp_path: Path) -> None:
     """Later writes would make the file longer again, with zeros for what is gone."""
 
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(10))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = torch.tanh(layer(x))
-            return x.square().mean()
-
-    training = begin(
-        Chain,
-        lambda module: [torch.optim.SGD(module.parameters(), lr=0.1)],
-        {**options, "memory_budget": 36 * MIB},
-    )
-    loss = training.model(torch.randn(16384, 64))
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(10)]
+    training = begin(lambda: nn.Sequential(*layers), make_optimizers, {**options, "memory_budget": 36 * MIB})
+    loss = training.model(torch.randn(16384, 64)).square().mean()
     (file,) = tmp_path.glob("*/*.spill")
     os.truncate(file, 0)
     with pytest.raises(teraio.StorageError, match="beyond the end of the file") as raised:
@@ -350,25 +333,19 @@ def test_training_in_a_thread(options: dict[str, Any]) -> None:
     goes_on(training, 8)
 
 
-def test_workers_of_a_data_loader(options: dict[str, Any], tmp_path: Path) -> None:
-    """They are forked while blocks are away."""
+def test_forked_children(options: dict[str, Any], tmp_path: Path) -> None:
+    """Workers of a data loader, while blocks are away; and one that trains, which is told that it cannot."""
     training = start(options)
     train(training, 0, 2)
     data = TensorDataset(torch.stack([batch(number) for number in range(2, 6)]))
     for (rows,) in DataLoader(data, batch_size=None, num_workers=2):
         assert list(tmp_path.iterdir())
         mean_square_step(training, rows)
-    goes_on(training, 6)
-
-
-def test_a_forked_child_that_trains_is_told(options: dict[str, Any]) -> None:
-    training = start(options)
-    train(training, 0, 2)
     read, write = os.pipe()
     child = os.fork()
     if not child:
         try:
-            train(training, 2, 3)
+            train(training, 6, 7)
         except BaseException as error:
             os.write(write, repr(error).encode())
         finally:
@@ -377,8 +354,8 @@ def test_a_forked_child_that_trains_is_told(options: dict[str, Any]) -> None:
     with os.fdopen(read) as told:
         assert "cannot move in a forked child" in told.read()
     os.waitpid(child, 0)
-    train(training, 2, 4)
-    goes_on(training, 4)
+    train(training, 6, 8)
+    goes_on(training, 8)
 
 
 def test_two_budgets_at_once_and_one_after_the_other(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
-"""Updates on the host's processor, beside the unmanaged optimizer: the same to rounding."""
+"""Updates on the host's processor, beside the unmanaged optimizer: the same to rounding. Also those that fail or come late."""
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +11,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 import planner
-from runtime.paging import State
-from teraio.optimizer.host import HostUpdate
+from planner.errors import StorageError
+from runtime.paging import Pager, State
+from teraio.following import IterationObserver
+from teraio.optimizer import OptimizerFacts, subgroup_steps
+from teraio.optimizer.host import HostUpdate, HostUpdates
+from teraio.profiling import Iteration
 
 from ...thoroughness import by_profile
 from ...training import known_blocks
-from .optimizers import KINDS, MIB, Case, Result, Run, budgeted, one, plain, reference, train, unmanaged
+from .harness import MIB, Case, Result, Run, check_exact, one_update, reference, share_of_peak, train, unmanaged
+from .optimizers import KINDS, small
 
 STEPS = by_profile(ci=16, long=50)
 HOST_BYTES = 96 * MIB
@@ -28,31 +36,30 @@ Far below one update that is lost or done twice. No bound for single elements: w
 such as Adagrad take whole steps in the direction of its rounding.
 """
 FEW_STATES = {"ASGD", "Adagrad", "SGD", "SGD momentum", "SGD nesterov"}
-ELEMENTWISE = sorted(KINDS.keys() - {"Adafactor", "Muon"})
-TRIED = by_profile(ci=["AdamW", "NAdam", "SGD momentum"], long=ELEMENTWISE)
+TRIED = by_profile(ci=["AdamW", "NAdam", "SGD momentum"], long=sorted(KINDS.keys() - {"Adafactor", "Muon"}))
 """All go through the same code, with their own function of PyTorch and their own kinds of states."""
 
 
-def plan_for(case: Case, folder: Path, budget: int, *, policy: str = "host-updates", host: int = HOST_BYTES) -> Path:
+def plan_for(case: Case, folder: Path, budget: int, *, policy: str = "host-updates") -> Path:
     """A plan that was made from the trace of a run on demand, in a file."""
     trace, path = folder / "trace.json", folder / f"{policy}.json"
-    options = {"memory_budget": budget, "host_budget": host, "trace_out": trace, "profile_iterations": 1}
-    train(replace(case, steps=5), folder, options)
-    budgets = planner.Budgets(device_bytes=budget, host_bytes=host)
+    options = {"memory_budget": budget, "host_budget": HOST_BYTES, "trace_out": trace, "profile_iterations": 1}
+    train(replace(case, steps=5), options=options)
+    budgets = planner.Budgets(device_bytes=budget, host_bytes=HOST_BYTES)
     planner.plan(planner.Trace.load(trace), budgets, policy=policy, time_limit_seconds=5).save(path)
     return path
 
 
 def on_host(
-    case: Case, folder: Path, *, policy: str = "host-updates", fraction: float = 0.6, **options: Any
+    case: Case, folder: Path, *, policy: str = "host-updates", fraction: float = 0.6, plan: Path | None = None, **options: Any
 ) -> tuple[Result, Result]:
-    """The unmanaged run, and one within a fraction of its peak whose plan updates on the host."""
-    expected = reference(case, folder)
+    """The unmanaged run, and one within a fraction of its peak whose plan updates on the host. plan: if it is there already."""
+    expected = reference(case)
     budget = int(fraction * expected.status.device_peak_bytes)
-    plan = plan_for(case, folder, budget, policy=policy)
+    plan = plan or plan_for(case, folder, budget, policy=policy)
     given = {"memory_budget": budget, "host_budget": HOST_BYTES, "profile_iterations": 1, "plan": plan, **options}
     updates.clear()
-    found = train(case, folder, given)
+    found = train(case, options=given)
     assert found.status.phase == "planned" and 0 < found.status.device_peak_bytes <= budget
     return expected, found
 
@@ -74,10 +81,24 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostUpdate, "run", counting)
 
 
-def check_close(found: Result, expected: Result) -> None:
-    assert len(found.values) == len(expected.values)
-    for number, pair in enumerate(zip(found.values, expected.values, strict=True)):
-        assert far(*pair) <= TOLERANCE, f"value {number}"
+def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[float | None]:
+    """Make each update take so much longer. Returns what those that have ended have taken."""
+    run = HostUpdate.run
+    done: list[float | None] = []
+
+    def slow(self: HostUpdate, *args: Any) -> float | None:
+        time.sleep(seconds)
+        done.append(run(self, *args))
+        return done[-1]
+
+    monkeypatch.setattr(HostUpdate, "run", slow)
+    return done
+
+
+def check_near(found: Result, expected: Result, tolerance: float = TOLERANCE) -> None:
+    ours, theirs = found.named(), expected.named()
+    assert ours.keys() == theirs.keys()
+    assert not [name for name, value in ours.items() if far(value, theirs[name]) > tolerance]
 
 
 def far(one_: Tensor, other: Tensor) -> float:
@@ -88,119 +109,209 @@ def far(one_: Tensor, other: Tensor) -> float:
 @pytest.mark.parametrize("kind", TRIED)
 def test_all_optimizers(kind: str, tmp_path: Path) -> None:
     few = kind in FEW_STATES
-    expected, found = on_host(
-        Case(make=one(KINDS[kind]), steps=STEPS, layers=4 if few else 2), tmp_path, fraction=0.8 if few else 0.6
-    )
-    check_close(found, expected)
+    expected, found = on_host(small(kind, steps=STEPS, layers=4 if few else 2), tmp_path, fraction=0.8 if few else 0.6)
+    check_near(found, expected)
     assert len(updates) > STEPS, "more than one in each planned step"
     assert found.status.deviations == 0
 
 
-def test_double_precision(tmp_path: Path) -> None:
-    def make(parameters: list[Any]) -> torch.optim.Optimizer:
-        for parameter in parameters:
-            parameter.data = parameter.data.double()
-        return torch.optim.AdamW(parameters, lr=1e-2)
+def test_double_precision_and_a_closure(tmp_path: Path) -> None:
+    def make(module: Any) -> Optimizer:
+        return torch.optim.AdamW(module.double().parameters(), lr=1e-2)
 
     def step(run: Run, x: Tensor, index: int) -> None:
-        plain(run, x.double(), index)
+        def closure() -> Tensor:
+            run.optimizer.zero_grad()
+            return run.backward(x.double())
 
-    expected, found = on_host(Case(make=one(make), step=step, steps=12, layers=3), tmp_path)
+        run.optimizer.step(closure)
+
+    expected, found = on_host(small(make, step=step, layers=3), tmp_path)
     assert updates
-    for mine, theirs in zip(found.values, expected.values, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
+    check_near(found, expected, 1e-6)
 
 
 @pytest.mark.parametrize("policy", ["stride-2", "ilp"])
-def test_some_here_some_there(policy: str, tmp_path: Path) -> None:
-    expected, found = on_host(Case(make=one(torch.optim.AdamW), steps=16, layers=4), tmp_path, policy=policy)
-    check_close(found, expected)
-    assert updates or policy == "ilp"
+def test_some_here_some_there(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters are asked for back when the plan expects them to be updated, which may be too early; and waiting is no work."""
+    done = slow_down(monkeypatch, 0.02 if policy == "stride-2" else 0.0)
+    begin, ends = HostUpdates.begin, IterationObserver.iteration_ends
+    begun: list[bool] = []
+    waited: list[tuple[float, int]] = []
+
+    def noting(self: HostUpdates, *args: Any) -> HostUpdate | None:
+        update = begin(self, *args)
+        begun.append(update is not None)
+        return update
+
+    def ending(self: IterationObserver) -> Iteration:
+        iteration = ends(self)
+        count = sum(stage.on_host for stage in iteration.stages)
+        if count:
+            waited.append((iteration.waited_seconds, count))
+        return iteration
+
+    monkeypatch.setattr(HostUpdates, "begin", noting)
+    monkeypatch.setattr(IterationObserver, "iteration_ends", ending)
+    expected, found = on_host(small("AdamW", steps=16, layers=4), tmp_path, policy=policy)
+    check_near(found, expected)
+    if policy == "stride-2":
+        assert sum(begun) > 12 and len(done) == sum(begun) and None not in done
+        assert waited and all(seconds > 0.01 * count for seconds, count in waited)
 
 
-def test_groups_clipping_and_a_schedule(tmp_path: Path) -> None:
-    def make(module: Any) -> list[torch.optim.Optimizer]:
-        parameters = list(module.parameters())
-        groups = [{"params": parameters[:3], "lr": 1e-2}, {"params": parameters[3:], "weight_decay": 0.2}]
-        return [torch.optim.AdamW(groups, lr=1e-3)]
-
-    def step(run: Run, x: Tensor, index: int) -> None:
-        schedule = run.kept.setdefault("schedule", torch.optim.lr_scheduler.StepLR(run.optimizers[0], 3))
-        run.backward(x)
-        run.values.append(torch.nn.utils.clip_grad_norm_(run.module.parameters(), 0.1))
-        run.optimizers[0].step()
-        schedule.step()
-        run.optimizers[0].zero_grad()
-
-    expected, found = on_host(Case(make=make, step=step, steps=16), tmp_path, debug=True, checksums=True)
-    check_close(found, expected)
-    assert updates
-
-
-def test_accumulated_gradients_stay_where_they_are(tmp_path: Path) -> None:
+def test_groups_clipping_a_schedule_and_accumulated_gradients(tmp_path: Path) -> None:
+    """Gradients are added to in the host tier."""
     away = []
 
+    def make(module: Any) -> Optimizer:
+        parameters = list(module.parameters())
+        groups = [{"params": parameters[:3], "lr": 1e-2}, {"params": parameters[3:], "weight_decay": 0.2}]
+        return torch.optim.AdamW(groups, lr=1e-3)
+
     def step(run: Run, x: Tensor, index: int) -> None:
+        schedule = run.kept.setdefault("schedule", torch.optim.lr_scheduler.StepLR(run.optimizer, 3))
         run.backward(x, 0.5)
         run.backward(x.flip(1), 0.5)
-        away.append(gradients_away(run))
-        run.optimizers[0].step()
-        run.optimizers[0].zero_grad()
+        gradients = known_blocks(p.grad for p in run.module.parameters() if p.grad is not None)
+        away.append(sum(block.state is State.OFFLOADED for block in gradients))
+        if index % 2:
+            run.record("norm", torch.nn.utils.clip_grad_norm_(run.module.parameters(), 0.1))
+        run.update()
+        schedule.step()
 
-    expected, found = on_host(Case(make=one(torch.optim.AdamW), step=step, steps=12), tmp_path)
-    check_close(found, expected)
-    assert updates and away[-1] > 0, "added to in the host tier"
-
-
-def gradients_away(run: Run) -> int:
-    blocks = known_blocks(p.grad for p in run.module.parameters() if p.grad is not None)
-    return sum(block.state is State.OFFLOADED for block in blocks)
+    expected, found = on_host(small(make, step=step, steps=16), tmp_path, debug=True, checksums=True)
+    check_near(found, expected)
+    assert updates and away[-1] > 0
 
 
-@pytest.mark.parametrize("direction", ["managed to plain", "plain to managed"])
-def test_checkpoints(direction: str, tmp_path: Path) -> None:
+def test_checkpoints(tmp_path: Path) -> None:
     """Saved half-way from where the states wait, and loaded by the other side."""
     file = tmp_path / "checkpoint.pt"
 
     def saving(run: Run, x: Tensor, index: int) -> None:
-        plain(run, x, index)
+        one_update(run, x, index)
         if index == 11:
-            torch.save({"model": run.module.state_dict(), "optimizer": run.optimizers[0].state_dict()}, file)
+            torch.save((run.module.state_dict(), run.optimizer.state_dict()), file)
 
     def loading(run: Run, x: Tensor, index: int) -> None:
         if index == 0:
-            saved = torch.load(file)
-            run.module.load_state_dict(saved["model"])
-            run.optimizers[0].load_state_dict(saved["optimizer"])
-        plain(run, x, index)
+            model, optimizer = torch.load(file)
+            run.module.load_state_dict(model)
+            run.optimizer.load_state_dict(optimizer)
+        one_update(run, x, index)
 
-    first, second = (Case(make=one(torch.optim.AdamW), step=each, steps=12) for each in (saving, loading))
-    if direction == "managed to plain":
-        unmanaged(first, tmp_path)
-        saved = torch.load(file)
-        _, found = on_host(first, tmp_path)
-        mine = torch.load(file)
-        pairs = zip(tree_leaves(mine), tree_leaves(saved), strict=True)
-        assert all(far(a, b) <= TOLERANCE for a, b in pairs if isinstance(a, Tensor))
-        unmanaged(second, tmp_path)
-    else:
-        unmanaged(first, tmp_path)
-        expected, found = on_host(second, tmp_path)
-        check_close(found, expected)
+    first, second = small("AdamW", step=saving), small("AdamW", step=loading)
+    unmanaged(first)
+    saved = torch.load(file)
+    expected, found = on_host(second, tmp_path)
+    check_near(found, expected)
     assert updates
+    on_host(first, tmp_path, plan=tmp_path / "host-updates.json")
+    assert updates
+    pairs = zip(tree_leaves(torch.load(file)), tree_leaves(saved), strict=True)
+    assert all(far(a, b) <= TOLERANCE for a, b in pairs if isinstance(a, Tensor))
+    check_near(unmanaged(second), expected)
 
 
 @pytest.mark.parametrize("why", ["the option", "deterministic algorithms"])
-def test_switched_off(why: str, tmp_path: Path) -> None:
-    case = Case(make=one(torch.optim.AdamW), steps=8, planned=True)
-    expected = unmanaged(case, tmp_path)
-    budget = int(0.6 * expected.status.device_peak_bytes)
+def test_switched_off(why: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    case = small("AdamW", steps=8, planned=True)
     trace = tmp_path / "trace.json"
-    options = {**budgeted(case, tmp_path, budget), "host_budget": HOST_BYTES, "trace_out": trace}
-    torch.use_deterministic_algorithms(why != "the option")
-    try:
-        found = train(case, tmp_path, options | {"host_updates": why != "the option"})
-    finally:
-        torch.use_deterministic_algorithms(False)
+    options = {**share_of_peak(case, tmp_path, 0.6), "host_budget": HOST_BYTES, "trace_out": trace}
+    expected = reference(case)
+    if why != "the option":
+        request.getfixturevalue("deterministic")
+    found = train(case, options=options | {"host_updates": why != "the option"})
     assert all(subgroup.host_seconds is None for subgroup in planner.Trace.load(trace).subgroups)
-    assert all(torch.equal(a, b) for a, b in zip(found.values, expected.values, strict=True))
+    check_exact(found, expected)
+
+
+# -- updates that fail, come late or do not come to pass
+
+
+def test_an_error_of_the_update_reaches_the_training_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object, *_: object) -> None:
+        raise StorageError("no such luck")
+
+    monkeypatch.setattr(HostUpdate, "update", fail)
+    with pytest.raises(StorageError, match="no such luck"):
+        on_host(small("AdamW"), tmp_path)
+
+
+def test_a_step_that_fails_leaves_no_update_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that have not begun never do; and the next steps go on, on the host."""
+    run, submit, acquire = HostUpdate.run, ThreadPoolExecutor.submit, Pager.acquire
+    running: set[int] = set()
+    begun: list[int] = []
+    left: list[tuple[int, int]] = []
+    steps = [0]
+
+    def beginning(*args: Any) -> Any:
+        begun.append(steps[0])
+        return submit(*args)
+
+    def slow(self: HostUpdate, *args: Any) -> float | None:
+        running.add(id(self))
+        time.sleep(0.01)
+        try:
+            return run(self, *args)
+        finally:
+            running.discard(id(self))
+
+    def failing(self: Pager, blocks: Any, new_bytes: int, what: str, **others: Any) -> None:
+        if what == "optimizer/subgroup.1" and begun.count(steps[0]) > 1 and not left:
+            raise KeyboardInterrupt
+        acquire(self, blocks, new_bytes, what, **others)
+
+    def step(run: Run, x: Tensor, index: int) -> None:
+        steps[0] = index
+        run.backward(x)
+        try:
+            run.optimizer.step()
+        except KeyboardInterrupt:
+            left.append((len(running), len(updates)))
+            time.sleep(0.1)
+            left.append((len(running), len(updates)))
+        run.optimizer.zero_grad()
+
+    monkeypatch.setattr(HostUpdate, "run", slow)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", beginning)
+    monkeypatch.setattr(Pager, "acquire", failing)
+    case = small("AdamW", step=step, layers=4)
+    budget = int(0.6 * reference(case).status.device_peak_bytes)
+    plan = plan_for(case, tmp_path, budget, policy="stride-2")
+    updates.clear()
+    left.clear()  # the run that the plan was made from may have had a step that fails as well
+    train(case, options={"memory_budget": budget, "host_budget": HOST_BYTES, "profile_iterations": 1, "plan": plan})
+    assert left, "a step has failed"
+    assert left[0] == left[1] and left[0][0] == 0
+    assert len(updates) > left[1][1]
+
+
+def test_blocks_that_do_not_get_there_update_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if that turns out late; and not only once."""
+    case = small("AdamW")
+    ends, run_step = IterationObserver.iteration_ends, subgroup_steps.run_step
+    refused, seconds = [], []
+
+    def refuse(self: Any, blocks: Any) -> None:
+        refused.append(len(blocks))
+
+    def slow(facts: OptimizerFacts) -> None:
+        run_step(facts)
+        if any(parameter.numel() for group in facts.optimizer.param_groups for parameter in group["params"]):
+            time.sleep(0.005)
+
+    def ending(self: IterationObserver) -> Iteration:
+        iteration = ends(self)
+        seconds.append([stage.seconds for stage in iteration.stages if stage.elements])
+        return iteration
+
+    monkeypatch.setattr("runtime.paging.around.Lending.lend_memory", refuse)
+    monkeypatch.setattr(subgroup_steps, "run_step", slow)
+    monkeypatch.setattr(IterationObserver, "iteration_ends", ending)
+    expected, found = on_host(case, tmp_path)
+    assert refused and not updates
+    assert min(seconds[-1]) > 0.005, "what the device did in the end is measured as ever"
+    check_exact(found, expected)

@@ -1,13 +1,15 @@
-"""Ctrl-C at every line of teraio's own code: afterwards training goes on in the same process, with the right numbers."""
+"""Ctrl-C and errors at every line of teraio's own code: then training goes on in the same process, with the right numbers."""
 
 from __future__ import annotations
 
+import linecache
 import random
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import pytest
 import torch
@@ -15,10 +17,10 @@ import torch
 import teraio
 from teraio.optimizer.subgroup_steps import GradientVersions
 
-from ...line_tracing import ROOT, Place, places_in
+from ...line_tracing import ROOT, Place, can_run_out_of_memory, places_in
 from ...thoroughness import by_profile, every_other
 from ...training import MIB, forget
-from .interrupts import WATCHED, ShadowedTraining, interrupted_at, no_hang, small
+from .interrupts import WATCHED, ShadowedTraining, acting_at, interrupted_at, no_hang, small
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick")
 
@@ -55,13 +57,7 @@ def test_training_goes_on_after_ctrl_c_at_any_line_of_an_iteration(tmp_path: Pat
     places: dict[Place, None] = {}
     training.interrupted_step(lambda run: bool(places.update(places_in(WATCHED, run))))
     assert len(places) > 1000
-    hits = 0
-    for place in _sample(list(places), 8, part):
-        try:
-            hits += training.interrupted_step(lambda run, place=place: interrupted_at(place, run))  # type: ignore[misc]
-        except Exception as error:
-            raise AssertionError(f"after an interrupt at {place}: {error!r}") from error
-    assert hits  # some lines run at times only
+    training.interrupt_at(_sample(list(places), 8, part), interrupted_at)
     training.finish()
 
 
@@ -163,4 +159,51 @@ def test_an_error_of_teraio_s_own_code_after_an_update(tmp_path: Path, monkeypat
         return True
 
     assert training.interrupted_step(failing)
+    training.finish()
+
+
+# -- memory that runs out at lines of the updates inside the backward pass: nothing is half updated
+
+INSIDE = (
+    "teraio/optimizer/overlapped_steps.py",
+    "teraio/optimizer/final_gradients.py",
+)
+ENDINGS = {
+    "for member in again:",
+    "member.parameter.grad = slots[member.final.slot] = None",
+    "self._pager.retire(read, changed, last_used=used_up)",
+}
+"""Lines that make no object, and the call that gives everything back: nothing else can be done if it cannot even begin."""
+UNTIL_UPDATED_INSIDE = 5
+"""Iterations until parameters are updated inside the backward pass."""
+
+
+def _to_try(code: CodeType, line: int) -> bool:
+    return can_run_out_of_memory(code, line) and linecache.getline(code.co_filename, line).strip() not in ENDINGS
+
+
+def test_training_goes_on_after_memory_ran_out_in_the_backward_pass(tmp_path: Path) -> None:
+    """An iteration whose step has not ended is ended by one."""
+    training = ShadowedTraining(small(tmp_path, overlap_step=True, memory_budget=16 * MIB))
+    for _ in range(UNTIL_UPDATED_INSIDE):
+        training.step()
+    places: dict[Place, None] = {}
+    with no_hang():
+        training.interrupted_step(lambda run: bool(places.update(places_in(INSIDE, run, only=_to_try))))
+    lines = [linecache.getline(str(ROOT / place.file), place.line) for place in places]
+    assert any("update_replicas(" in line for line in lines) and len(places) > 40
+
+    def run_out() -> None:
+        raise MemoryError
+
+    def failing(place: Place, run: Callable[[], None]) -> bool:
+        try:
+            acting_at(place, run, run_out, INSIDE, only=_to_try)
+        except MemoryError as error:
+            if "_after" not in {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}:
+                training.end_iteration()
+            return True
+        return False
+
+    training.interrupt_at(by_profile(ci=random.Random(0).sample(list(places), 12), long=list(places)), failing)
     training.finish()

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import planner
 import teraio
@@ -20,10 +19,25 @@ from teraio.following import IterationObserver
 
 from ...thoroughness import every_other
 from ...training import blocks
-from .harness import compiled_input_needs_grad
-from .optimizers import HIDDEN, KINDS, MIB, WIDTH, Case, Result, Run, budgeted, check, one, plain, train, unmanaged
+from .harness import (
+    MIB,
+    Case,
+    Result,
+    Run,
+    budgeted_options,
+    check_exact,
+    check_states,
+    compiled_input_needs_grad,
+    one_update,
+    share_of_peak,
+    train,
+    unmanaged,
+)
+from .models import HIDDEN, WIDTH
+from .optimizers import small
+from .test_states import groups
 
-pytestmark = pytest.mark.usefixtures("fine_and_quick")
+pytestmark = [pytest.mark.usefixtures("fine_and_quick"), compiled_input_needs_grad]
 
 STEPS = 16
 WATCHED = 3
@@ -63,53 +77,49 @@ class Net(nn.Module):
 
 def overlapped(result: Result, *, left: int = 0) -> bool:
     """Whether all but `left` gradients were gone after each backward pass but the first ones."""
-    return min(result.gradients[:WATCHED]) > left and set(result.gradients[WATCHED:]) == {left}
-
-
-@pytest.mark.parametrize(
-    ("kind", "planned"), every_other(("AdamW", True), ("SGD momentum", True), ("SGD momentum", False), ("AdamW", False))
-)
-def test_thirty_percent_of_the_peak(kind: str, planned: bool, tmp_path: Path) -> None:
-    case = Case(make=one(KINDS[kind]), layers=4, planned=planned, steps=STEPS)
-    result = check(case, tmp_path, states=1, fraction=0.3, overlap_step=True)
-    assert overlapped(result)
-    assert result.status.deviations <= 1
-
-
-def groups(module: nn.Module) -> list[Optimizer]:
-    """Two groups of different settings, and another optimizer for a part of the parameters."""
-    first, second, *others = [p for p in module.parameters() if p.requires_grad]
-    grouped = [{"params": [first], "lr": 1e-2}, {"params": others, "weight_decay": 0.1}]
-    return [torch.optim.AdamW(grouped), torch.optim.SGD([second], lr=0.1, momentum=0.9)]
+    return min(result.left_over[:WATCHED]) > left and set(result.left_over[WATCHED:]) == {left}
 
 
 def scheduled(run: Run, x: Tensor, index: int) -> None:
     """Every optimizer has a scheduler, which steps after it."""
     if index == 0:
         run.kept["schedulers"] = [torch.optim.lr_scheduler.StepLR(o, 3, gamma=0.5) for o in run.optimizers]
-    plain(run, x, index)
+    one_update(run, x, index)
     for scheduler in run.kept["schedulers"]:
         scheduler.step()
 
 
-@pytest.mark.parametrize(
-    ("variant", "planned"),
-    every_other(("tied", True), ("tied", False), ("frozen", False), ("frozen", True), ("broken", True), ("broken", False)),
-)
-@compiled_input_needs_grad
-def test_groups_and_schedulers(variant: str, planned: bool, tmp_path: Path) -> None:
-    """With tied weights, frozen ones, and two graphs."""
-    make_model = functools.partial(Net, **{variant: True})
-    case = Case(make=groups, step=scheduled, layers=3, planned=planned, steps=STEPS, make_model=make_model)
-    assert overlapped(check(case, tmp_path, states=1, fraction=0.45, overlap_step=True))
+def net(make_optimizer: Any, layers: int, planned: bool, *, step: Any = one_update, steps: int = STEPS, **variant: bool) -> Case:
+    return small(make_optimizer, layers=layers, planned=planned, step=step, steps=steps, model=functools.partial(Net, **variant))
 
 
-@compiled_input_needs_grad
-def test_weights_that_are_tied_across_a_graph_break(tmp_path: Path) -> None:
-    """Two graphs contribute to one gradient, which the step consumes; all others are consumed inside."""
-    make_model = functools.partial(Net, tied=True, broken=True)
-    case = Case(make=one(torch.optim.AdamW), layers=2, steps=12, make_model=make_model)
-    assert overlapped(check(case, tmp_path, states=1, fraction=0.5, overlap_step=True), left=1)
+def grouped(variant: str, planned: bool) -> Case:
+    return net(groups, 3, planned, step=scheduled, **{variant: True})
+
+
+ROWS: dict[str, tuple[Case, float, int]] = {
+    "AdamW by a plan": (net("AdamW", 4, True), 0.3, 0),
+    "AdamW": (net("AdamW", 4, False), 0.3, 0),
+    "momentum": (net("SGD momentum", 4, False), 0.3, 0),
+    "momentum by a plan": (net("SGD momentum", 4, True), 0.3, 0),
+    "groups and schedulers, tied weights, by a plan": (grouped("tied", True), 0.45, 0),
+    "groups and schedulers, tied weights": (grouped("tied", False), 0.45, 0),
+    "groups and schedulers, frozen weights": (grouped("frozen", False), 0.45, 0),
+    "groups and schedulers, frozen weights, by a plan": (grouped("frozen", True), 0.45, 0),
+    "groups and schedulers, two graphs, by a plan": (grouped("broken", True), 0.45, 0),
+    "groups and schedulers, two graphs": (grouped("broken", False), 0.45, 0),
+    # Two graphs contribute to one gradient, which the step consumes; all others are consumed inside.
+    "weights that are tied across two graphs": (net("AdamW", 2, False, steps=12, tied=True, broken=True), 0.5, 1),
+}
+"""Cases, fractions of the peak, and how many gradients are left."""
+
+
+@pytest.mark.parametrize("name", every_other(*ROWS))
+def test_the_same_bits(name: str, tmp_path: Path) -> None:
+    case, fraction, left = ROWS[name]
+    result = check_states(case, tmp_path, states=1, fraction=fraction, overlap_step=True)
+    assert overlapped(result, left=left)
+    assert result.status.deviations <= 1
 
 
 @pytest.mark.long
@@ -117,54 +127,48 @@ def test_the_smallest_budgets(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     """The one that the errors name is no larger with the option: where there is no room for a whole update, the step does it,
     by slices. With what the log asks for, all are updated inside; on demand and by a plan.
     """
-    case = Case(make=one(torch.optim.AdamW), steps=10)
-    expected = unmanaged(case, tmp_path)
+    case = small("AdamW", steps=10)
+    expected = unmanaged(case)
     budget = smallest(case, tmp_path)
     budgets = [budget]
     while True:
         caplog.clear()
-        options = budgeted(case, tmp_path, budgets[-1]) | {"overlap_step": True}
-        found = train(case, tmp_path, options)
-        assert found.status.device_peak_bytes <= budgets[-1] and all(map(torch.equal, found.values, expected.values))
+        options = budgeted_options(case, tmp_path, budget=budgets[-1]) | {"overlap_step": True}
+        found = train(case, options=options)
+        check_exact(found, expected)
+        assert found.status.device_peak_bytes <= budgets[-1]
         asked = re.findall(r"memory_budget of at least (\d+)", caplog.text)
         if not asked:
             break
-        assert len(asked) == 1 and found.gradients[-1] < found.gradients[0]
+        assert len(asked) == 1 and found.left_over[-1] < found.left_over[0]
         budgets.append(int(asked[0]))
     assert 2 <= len(budgets) and budget < budgets[-1] < 6.5 * MIB, "a parameter's update takes 6, with temporaries"
-    planned = train(replace(case, planned=True), tmp_path, options | {"profile_iterations": 2, "solver_time_limit": 5})
-    assert planned.status.phase == "planned" and all(map(torch.equal, planned.values, expected.values))
+    planned = train(replace(case, planned=True), options=options | {"profile_iterations": 2, "solver_time_limit": 5})
+    check_exact(planned, expected)
+    assert planned.status.phase == "planned"
     for result in (found, planned):  # in the first pass it turned out that updates have to be cut finer
-        assert result.gradients[WATCHED] > 0 and set(result.gradients[WATCHED + 1 :]) == {0}
+        assert result.left_over[WATCHED] > 0 and set(result.left_over[WATCHED + 1 :]) == {0}
 
 
 def test_with_a_host_tier(tmp_path: Path) -> None:
     """Where the plan might run updates on the host: those inside the backward pass stay on the device, and keep the bits."""
-    case = Case(make=one(torch.optim.AdamW), layers=3, planned=True, steps=14)
+    case = small("AdamW", layers=3, planned=True, steps=14)
     trace_out = tmp_path / "trace.json"
     options: dict[str, Any] = {"host_budget": 64 * MIB, "overlap_step": True, "trace_out": trace_out}
-    assert overlapped(check(case, tmp_path, states=1, fraction=0.4, **options))
+    assert overlapped(check_states(case, tmp_path, states=1, fraction=0.4, **options))
     trace = planner.Trace.load(trace_out)
     assert trace.subgroups and all(subgroup.host_seconds is None for subgroup in trace.subgroups)
 
 
 def kept_once(run: Run, x: Tensor, index: int) -> None:
     """One pass keeps its graph, when a plan is followed."""
-    if index != 14:
-        return plain(run, x, index)
-    loss = (run.model(x) - x.flip(0)).square().mean()
-    loss.backward(retain_graph=True)
-    run.values.append(loss.detach().clone())
-    run.gradients.append(sum(p.grad is not None for p in run.module.parameters()))
-    for optimizer in run.optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+    run.backward(x, retain_graph=index == 14)
+    run.update()
 
 
 def test_one_pass_in_the_ordinary_order_deviates_from_the_plan(tmp_path: Path) -> None:
-    case = Case(make=one(torch.optim.AdamW), step=kept_once, layers=3, planned=True, steps=18)
-    result = check(case, tmp_path, states=1, overlap_step=True)
-    assert set(result.gradients[WATCHED:14]) == set(result.gradients[15:]) == {0} and result.gradients[14] == 12
+    result = check_states(net("AdamW", 3, True, step=kept_once, steps=18), tmp_path, states=1, overlap_step=True)
+    assert set(result.left_over[WATCHED:14]) == set(result.left_over[15:]) == {0} and result.left_over[14] == 12
     assert result.status.deviations == 2, "the backward graph, and the step"
 
 
@@ -173,7 +177,7 @@ def smallest(case: Case, folder: Path) -> int:
     budget = MIB
     while True:
         try:
-            train(replace(case, steps=2), folder, budgeted(case, folder, budget))
+            train(replace(case, steps=2), options=budgeted_options(case, folder, budget=budget))
         except teraio.BudgetError as error:
             assert error.smallest_bytes > budget
             budget = error.smallest_bytes
@@ -182,13 +186,8 @@ def smallest(case: Case, folder: Path) -> int:
 
 
 def test_compiled_by_inductor(tmp_path: Path) -> None:
-    case = Case(make=one(torch.optim.AdamW), layers=2, planned=True, steps=10)
-    expected = train(case, tmp_path, {"optimizer": "off", "codegen": "inductor"})
-    budget = int(0.45 * expected.status.device_peak_bytes)
-    options = budgeted(case, tmp_path, budget) | {"solver_time_limit": 2}
-    found = train(case, tmp_path, options | {"codegen": "inductor", "overlap_step": True})
-    assert all(map(torch.equal, found.values, expected.values)) and overlapped(found)
-    assert found.status.phase == "planned" and found.status.device_peak_bytes <= budget
+    case = replace(small("AdamW", planned=True, steps=10), options={"codegen": "inductor"})
+    assert overlapped(check_states(case, tmp_path, states=1, codegen="inductor", overlap_step=True))
 
 
 # -- what it is for
@@ -210,12 +209,12 @@ def gradient_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_fewer_gradients_at_once(gradient_bytes: list[int], tmp_path: Path) -> None:
     """Six layers of 2 MiB: the ordinary order needs room for all gradients, this one for those of a layer."""
-    case = Case(make=one(KINDS["SGD"]), layers=6, steps=8)
-    train(case, tmp_path, {"profile_iterations": 1000})
+    case = small("SGD", layers=6, steps=8)
+    train(case, options={"profile_iterations": 1000})
     ordinary = max(gradient_bytes)
     gradient_bytes.clear()
-    result = train(case, tmp_path, {"profile_iterations": 1000, "overlap_step": True})
-    stages = len(gradient_bytes) // case.steps
+    result = train(case, options={"profile_iterations": 1000, "overlap_step": True})
+    stages = len(gradient_bytes) // (case.steps or 0)
     assert overlapped(result)
     assert ordinary > 12 * MIB
     assert 0 < max(gradient_bytes[-4 * stages :]) < 3.5 * MIB
@@ -223,13 +222,12 @@ def test_fewer_gradients_at_once(gradient_bytes: list[int], tmp_path: Path) -> N
 
 def test_a_trace_and_what_it_takes_to_move_nothing(tmp_path: Path) -> None:
     """A budget of two thirds of the ordinary peak: with the option the plan moves next to nothing."""
-    case = Case(make=one(KINDS["SGD"]), layers=6, planned=True, steps=14)
-    budget = int(0.66 * unmanaged(case, tmp_path).status.device_peak_bytes)
-    options = budgeted(case, tmp_path, budget) | {"replan": False}
+    case = net("SGD", 6, True, steps=14)
+    options = share_of_peak(case, tmp_path, 0.66) | {"replan": False}
     predicted, peaks = [], []
     for overlap in (False, True):
         files = {name: tmp_path / f"{name}{overlap}.json" for name in ("trace_out", "plan_out")}
-        train(case, tmp_path, options | files | {"overlap_step": overlap})
+        train(case, options=options | files | {"overlap_step": overlap})
         trace, plan = planner.Trace.load(files["trace_out"]), planner.Plan.load(files["plan_out"])
         assert plan.predicted is not None
         predicted.append(sum(plan.predicted.moved_bytes.values()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,141 +19,136 @@ from planner.problem import RerunPlaces
 from runtime.execution import Reruns
 from runtime.paging import State
 
-from ...training import Training, begin, blocks, unequal
-from .test_reruns import PLAIN, Model, batch, loss_of, one_pass
-from .training import MIB, Profiled, lower, momentum, plan_with_reruns, profiled, program
+from ...training import MIB, blocks, unequal
+from ..parity.harness import Run, start
+from .programs import PLAIN, Profiled, batch, loss_of, lower, plan_with_reruns, profiled, program
+
+pytestmark = pytest.mark.usefixtures("same_program_at_every_budget", "deterministic")
 
 BUDGET = 22 * MIB
 """So much that little has to move."""
-
-
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Profiled]]:
-    """The profile, once it has been made."""
-    yield []
+STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """A training that follows a plan in which all groups run again. losses: of its steps."""
+class Known:
+    """The profile, and what gradients a run that keeps everything has after `STEPS` steps, by the number of the batch."""
 
-    training: Training
-
-    def forward(self, number: int, around: Callable[[Training, Tensor], Tensor] = loss_of) -> Tensor:
-        """Run a forward pass, which drops activations."""
-        self.training.optimizers[0].zero_grad()
-        return around(self.training, batch(number))
-
-    def gradients(self) -> list[Tensor]:
-        return [p.grad.clone() for p in self.training.module.parameters() if p.grad is not None]
-
-    def expected(self, number: int) -> list[Tensor]:
-        """The gradients of a twin that keeps everything. The runs end with this call."""
-        state = {name: value.detach().clone() for name, value in self.training.module.state_dict().items()}
-        twin = begin(Model, momentum, {})
-        twin.module.load_state_dict(state)
-        loss_of(twin, batch(number)).backward()
-        return [p.grad.clone() for p in twin.module.parameters() if p.grad is not None]
+    profiled: Profiled
+    gradients: dict[int, list[Tensor]]
 
 
-Start = Callable[..., Started]
+@pytest.fixture(scope="module")
+def known_once() -> list[Known]:
+    return []
 
 
 @pytest.fixture
-def start(tmp_path: Path, known: list[Profiled]) -> Start:
-    def started(**options: Any) -> Started:
-        if not known:
-            known.append(profiled(PLAIN, tmp_path))
-        draw = random.Random(0)
-        chosen = RerunPlaces(known[0].trace).of(range(len(known[0].trace.recompute)))
-        plan = plan_with_reruns(known[0], Budgets(device_bytes=BUDGET), chosen, draw)
-        path = tmp_path / "plan.json"
-        plan.save(path)
-        training = begin(Model, momentum, {"memory_budget": BUDGET, "plan": path, **lower("storage", tmp_path), **options})
+def known(tmp_path: Path, known_once: list[Known]) -> Known:
+    if not known_once:
+        found = profiled(PLAIN, tmp_path)
+        run = start(PLAIN)
+        run.go(list(range(STEPS)))
+        known_once.append(Known(profiled=found, gradients={number: gradients(run, forward(run, number)) for number in (7, 8)}))
+    return known_once[0]
 
-        def step(number: int, index: int) -> None:
-            training.optimizers[0].zero_grad()
-            one_pass(training, number, [])
-            training.optimizers[0].step()
 
-        training.run(range(8 if options else 5), step)
-        (status,) = teraio.status()
-        assert status.phase == "planned" and status.recomputed_stages > 0
-        return Started(training=training)
+def planned(known: Known, folder: Path, **options: Any) -> Run:
+    """Train by a plan in which all groups run again."""
+    trace, path = known.profiled.trace, folder / "plan.json"
+    chosen = RerunPlaces(trace).of(range(len(trace.recompute)))
+    plan_with_reruns(known.profiled, Budgets(device_bytes=BUDGET), chosen, random.Random(0)).save(path)
+    run = start(PLAIN, options={"memory_budget": BUDGET, "plan": path, **lower("storage", folder), **options})
+    run.go(list(range(8 if options else STEPS)))
+    (status,) = teraio.status()
+    assert status.phase == "planned" and status.recomputed_stages > 0
+    run.optimizer.param_groups[0]["lr"] = 0.0  # later steps end iterations and change no parameter
+    return run
 
-    return started
+
+def forward(run: Run, number: int) -> Tensor:
+    """Run a forward pass, which drops activations."""
+    run.optimizer.zero_grad()
+    return loss_of(run, batch(number))
+
+
+def gradients(run: Run, loss: Tensor) -> list[Tensor]:
+    loss.backward()
+    return [p.grad.clone() for p in run.module.parameters() if p.grad is not None]
+
+
+def end_iteration(run: Run) -> None:
+    """And take one as it is planned, so that the next one follows the plan again."""
+    run.optimizer.step()
+    gradients(run, forward(run, 7))
+    run.optimizer.step()
 
 
 def dropped() -> int:
     return sum(block.state is State.DROPPED for block in blocks())
 
 
-def test_a_run_that_ends_makes_anew_what_is_still_needed(start: Start) -> None:
-    run = start()
-    loss = run.forward(7)
+def change_an_input(run: Run) -> None:
+    """Autograd itself does not notice the change of a bias."""
+    with torch.no_grad():
+        run.module.layers[0].up.bias.add_(1)
+
+
+def test_a_run_that_ends_recomputes_what_is_still_needed(known: Known, tmp_path: Path) -> None:
+    run = planned(known, tmp_path)
+    loss = forward(run, 7)
     assert dropped() == 3
     teraio.reset()
-    loss.backward()
-    found = run.gradients()
-    assert not unequal(found, run.expected(7))
+    assert not unequal(gradients(run, loss), known.gradients[7])
 
 
-def test_a_run_that_ends_goes_on_where_an_input_was_changed(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    run = start()
-    loss = run.forward(7)
-    with torch.no_grad():
-        run.training.module.get_submodule("layers.0").up.bias.add_(1)  # type: ignore[union-attr,operator]
+def test_a_run_that_ends_goes_on_where_an_input_was_changed(
+    known: Known, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = planned(known, tmp_path)
+    loss = forward(run, 7)
+    change_an_input(run)
     teraio.reset()
     assert "a backward pass that is due will fail" in caplog.text
     with pytest.raises(RuntimeError, match="is not in memory: teraio has dropped it"):
         loss.backward()
 
 
-def test_a_parameter_that_was_changed_is_an_error_with_its_name(start: Start) -> None:
-    """Autograd itself does not notice the change of a bias."""
-    run = start()
-    loss = run.forward(7)
-    with torch.no_grad():
-        run.training.module.get_submodule("layers.0").up.bias.add_(1)  # type: ignore[union-attr,operator]
+def test_training_goes_on(known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After hooks that copy what is saved, passes in another order, stages that fail, and an input that was changed."""
+    run = planned(known, tmp_path)
+    with save_on_cpu():
+        loss = forward(run, 7)
+    assert dropped() == 0
+    assert not unequal(gradients(run, loss), known.gradients[7])
+    end_iteration(run)
+    # The second forward pass is not in the plan; what the first one dropped is recomputed when it is needed.
+    first, second = forward(run, 7), loss_of(run, batch(8))
+    assert not unequal(gradients(run, first), known.gradients[7])
+    run.optimizer.zero_grad()
+    assert not unequal(gradients(run, second), known.gradients[8])
+    end_iteration(run)
+    no_room = BudgetError(smallest_bytes=2, budget_bytes=1, stage="again")
+    for error in (StorageIOError(path="/nowhere", block="w", errno=5), no_room):
+        loss = forward(run, 7)
+        with monkeypatch.context() as patch, pytest.raises(type(error)):
+            fail_the_second(patch, error)
+            loss.backward(retain_graph=True)
+        assert dropped() == 2
+        run.optimizer.zero_grad()
+        assert not unequal(gradients(run, loss), known.gradients[7])
+        end_iteration(run)
+    before = run.module.layers[0].up.bias.detach().clone()
+    loss = forward(run, 7)
+    change_an_input(run)
     with pytest.raises(UnsupportedError, match="layers.0.up.bias was changed in place after the forward pass"):
         loss.backward()
-    loss = run.forward(8)
-    loss.backward()
-    found = run.gradients()
-    assert not unequal(found, run.expected(8)), "training goes on"
+    run.module.layers[0].up.bias.data.copy_(before)
+    assert not unequal(gradients(run, forward(run, 8)), known.gradients[8])
 
 
-def test_hooks_that_copy_what_is_saved(start: Start) -> None:
-    def copying(training: Training, indices: Tensor) -> Tensor:
-        with save_on_cpu():
-            return loss_of(training, indices)
-
-    run = start()
-    loss = run.forward(7, copying)
-    assert dropped() == 0
-    loss.backward()
-    found = run.gradients()
-    assert not unequal(found, run.expected(7))
-
-
-def test_backward_passes_in_another_order(start: Start) -> None:
-    """The second forward pass is not in the plan; what the first one dropped is recomputed when it is needed."""
-    run = start()
-    first, second = run.forward(7), loss_of(run.training, batch(8))
-    first.backward()
-    found = run.gradients()
-    run.training.optimizers[0].zero_grad()
-    second.backward()
-    found += run.gradients()
-    assert not unequal(found, [*run.expected(7), *run.expected(8)])
-
-
-@pytest.mark.parametrize("error", [StorageIOError(path="/nowhere", block="w", errno=5), BudgetError])
-def test_a_stage_that_cannot_run_again_now(start: Start, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
-    if error is BudgetError:
-        error = BudgetError(smallest_bytes=2, budget_bytes=1, stage="again")
-    run = start()
-    loss = run.forward(7)
+def fail_the_second(patch: pytest.MonkeyPatch, error: Exception) -> None:
+    """The second stage that runs again from now on raises the error."""
     count = [0]
     original = Reruns._run
 
@@ -164,23 +158,16 @@ def test_a_stage_that_cannot_run_again_now(start: Start, monkeypatch: pytest.Mon
             raise error
         original(self, *arguments)
 
-    monkeypatch.setattr(Reruns, "_run", failing)
-    with pytest.raises(type(error)):
-        loss.backward(retain_graph=True)
-    assert dropped() == 2
-    run.training.optimizers[0].zero_grad()
-    loss.backward()
-    found = run.gradients()
-    assert not unequal(found, run.expected(7))
+    patch.setattr(Reruns, "_run", failing)
 
 
 @pytest.mark.parametrize("options", [{"recompute": "off"}, {"overlap_step": True}])
-def test_a_plan_that_this_run_cannot_carry_out_is_refused(start: Start, options: dict[str, Any]) -> None:
+def test_a_plan_that_this_run_cannot_carry_out_is_refused(known: Known, tmp_path: Path, options: dict[str, Any]) -> None:
     message = "cannot run again in this run: the option (recompute is 'off'|overlap_step)"
     with pytest.raises(PlanError, match=message):
-        start(**options)
+        planned(known, tmp_path, **options)
 
 
 def test_without_it_the_trace_says_why(tmp_path: Path) -> None:
-    trace = profiled(program(Model, one_pass, {"recompute": "off"}), tmp_path).trace
+    trace = profiled(program(options={"recompute": "off"}), tmp_path).trace
     assert not trace.recompute and {entry.reason for entry in trace.not_recomputed} == {"the option recompute is 'off'"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,14 +16,14 @@ from teraio.optimizer import owned_parameters
 from teraio.optimizer.final_gradients import FinalGradient, UpdateEligibility
 from teraio.optimizer.overlapped_steps import Member, RegionUpdates, UpdateStage, cut_updates
 
-from ..managed_training import Start, Training
-from ..plain_training import KIB, SIZE, everything, plain, same, set_gradients
+from .managed_training import Start, Training
+from .plain_training import KIB, SIZE, set_gradients
 
 
-def members_of(training: Training, optimizer: Optimizer, afters: Sequence[int]) -> list[Member]:
-    """Every parameter of the training; its gradient is in the slot of its number, final after the stage that `afters` gives."""
+def members_of(training: Training, optimizer: Optimizer) -> list[Member]:
+    """Every parameter of the training; its gradient is in the slot of its number, final after the first stage."""
     found = []
-    for owned, after in zip(owned_parameters(optimizer), afters, strict=True):
+    for owned in owned_parameters(optimizer):
         number, group, parameter = owned
         block = training.pager.known_block(parameter)
         assert block is not None
@@ -31,7 +31,7 @@ def members_of(training: Training, optimizer: Optimizer, afters: Sequence[int]) 
             facts=training.steps.managed(optimizer).facts,
             parameter=parameter,
             eligibility=UpdateEligibility(optimizer=weakref.ref(optimizer), group=group, number=number),
-            final=FinalGradient(slot=number, after=after),
+            final=FinalGradient(slot=number, after=0),
             block=block,
             states=tuple(training.steps.managed(optimizer).states.blocks(owned)),
         )
@@ -57,39 +57,15 @@ def gradients(training: Training, step: int) -> list[Any]:
     return slots
 
 
-def step_in_region(training: Training, region: RegionUpdates, slots: list[Any], stages: int) -> None:
+def run_stage(training: Training, region: RegionUpdates, slots: list[Any]) -> None:
     with training.pager.device.region():
         training.pager.enter_region()
         training.recorder.region_begins("graph", region.stage_count)
         try:
-            for number in range(stages):
-                region.after_stage(number, slots)
+            region.after_stage(0, slots)
         finally:
             training.recorder.region_ended()
             training.pager.leave_region()
-
-
-@pytest.mark.parametrize("budget", [None, 26 * SIZE])
-@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9)])
-def test_the_same_bits_as_a_step(make: Callable[[Any], Optimizer], budget: int | None, started: Start) -> None:
-    """Six parameters, in three stages, one after the other."""
-    training = started(6, budget_bytes=budget)
-    optimizer = make(training.parameters)
-    training.train(optimizer, 1)
-    for step in (1, 2):
-        members = members_of(training, optimizer, [2, 2, 1, 1, 0, 0])
-        stages = (UpdateStage(0, (4, 5)), UpdateStage(1, (2, 3)), UpdateStage(2, (0, 1)))
-        slots = gradients(training, step)
-        step_in_region(training, updates(training, members, stages), slots, 3)
-        assert slots == [None] * 6 and all(p.grad is None for p in training.parameters)
-        assert all(member.eligibility.updated for member in members)
-    recorded = training.recorder.iteration_ends().regions[-1].stages[1:]
-    assert [s.name for s in recorded] == ["backward/update.0", "backward/update.1", "backward/update.2"]
-    assert {(s.phase, s.elements) for s in recorded} == {("optimizer", 2 * 32 * 32)}
-    assert all({b.kind for b in s.written} == {"parameter", "optimizer_state"} for s in recorded)
-    assert not any(block.kind == "gradient" for block in training.pager.blocks)
-    assert same(everything(optimizer), plain(3, make=make))
-    assert budget is None or training.pager.account.peak_bytes <= budget
 
 
 def test_no_room_keeps_the_gradient(started: Start) -> None:
@@ -97,7 +73,7 @@ def test_no_room_keeps_the_gradient(started: Start) -> None:
     training = started(3, budget_bytes=64 * SIZE)
     optimizer = torch.optim.AdamW(training.parameters)
     training.train(optimizer, 1)
-    members = members_of(training, optimizer, [0, 0, 0])
+    members = members_of(training, optimizer)
     slots = gradients(training, 1)
     refused: list[tuple[list[Member], int]] = []
     region = updates(
@@ -109,7 +85,7 @@ def test_no_room_keeps_the_gradient(started: Start) -> None:
     needed = 4 * SIZE + 2 * SIZE + training.pager.account.fixed_bytes  # AdamW's temporaries are two copies
     training.pager.account.budget_bytes = needed + SIZE
     before = [p.detach().clone() for p in training.parameters]
-    step_in_region(training, region, slots, 1)
+    run_stage(training, region, slots)
     ((whom, smallest),) = refused
     assert whom == members[:2] and smallest == needed + 4 * SIZE
     assert [slot is None for slot in slots] == [False, False, True]
@@ -124,10 +100,10 @@ def test_an_update_that_fails(started: Start) -> None:
     optimizer = torch.optim.SGD(training.parameters, lr=0.1)
     training.train(optimizer, 1)
     optimizer.param_groups[0]["lr"] = "fast"
-    members = members_of(training, optimizer, [0, 0])
+    members = members_of(training, optimizer)
     slots = gradients(training, 1)
     with pytest.raises(TypeError):
-        step_in_region(training, updates(training, members, [UpdateStage(0, (0, 1))]), slots, 1)
+        run_stage(training, updates(training, members, [UpdateStage(0, (0, 1))]), slots)
     assert slots == [None, None] and all(p.grad is None for p in training.parameters)
     assert all(member.eligibility.updated for member in members)
     assert all(block.pins == 0 for block in training.pager.blocks)

@@ -1,36 +1,21 @@
-"""Parity over what users do between forward, backward and update, to parameters and gradients, and when a step breaks off."""
+"""What users do between forward, backward and update, to parameters and gradients, and where a step breaks off."""
 
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
 
 import teraio
 
-from .harness import (
-    MIB,
-    PLANNED_STEPS,
-    Batch,
-    Case,
-    Run,
-    budgeted_options,
-    check_budget,
-    check_exact,
-    check_parity,
-    compiled_input_needs_grad,
-    plain_step,
-    train,
-)
-from .models import Chain, ConvNet, features, features_of_changing_size, images
+from .harness import PLANNED_STEPS, Batch, Run, one_update, plain_step, sgd
+from .models import Chain
 
 Step = Callable[[Run, Batch, int], None]
 
@@ -44,20 +29,15 @@ def update(run: Run, *losses: Tensor) -> None:
     run.optimizer.step()
 
 
-# -- loops that repeat, until a plan is followed
-
-
 def accumulate(run: Run, batch: Batch, index: int) -> None:
     """Two passes to an update, whose gradients are clipped; they are zeroed and kept."""
     run.optimizer.zero_grad(set_to_none=False)
     for parameter in run.module.parameters() if index else ():
         assert parameter.grad is not None and not bool(parameter.grad.any())
     for inputs, targets in zip(*(part.chunk(2) for part in batch), strict=True):
-        loss = run.loss((inputs, targets)) / 2
-        loss.backward()
-        run.record_loss(loss)
+        run.backward((inputs, targets), 0.5)
         run.record_gradients()
-    run.record("norm", torch.nn.utils.clip_grad_norm_(run.module.parameters(), 0.05))
+    run.record("norm", nn.utils.clip_grad_norm_(run.module.parameters(), 0.05))
     run.optimizer.step()
 
 
@@ -65,7 +45,7 @@ class WithLoss(Chain):
     """Returns its loss."""
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.nn.functional.cross_entropy(super().forward(x), targets)
+        return functional.cross_entropy(super().forward(x), targets)
 
 
 def keep_the_loss(run: Run, batch: Batch, index: int) -> None:
@@ -106,22 +86,6 @@ def hold_and_write(run: Run, batch: Batch, index: int) -> None:
     run.module.get_parameter("layers.2.up.weight").detach().numpy()[2, :] = 0.02
 
 
-def save_and_load(run: Run, batch: Batch, index: int) -> None:
-    """What `torch.save` writes after a step is what the parameters are; loading it takes training back."""
-    plain_step(run, batch, index)
-    if index == 1:
-        run.kept["file"] = io.BytesIO()
-        torch.save({"model": run.module.state_dict(), "optimizer": run.optimizer.state_dict()}, run.kept["file"])
-    if index in (1, 5):
-        run.kept["file"].seek(0)
-        saved = torch.load(run.kept["file"])
-        if index == 5:
-            run.module.load_state_dict(saved["model"])
-            run.optimizer.load_state_dict(saved["optimizer"])
-            run.record("restored", run.module.get_parameter("layers.0.up.weight"))
-        assert all(torch.equal(saved["model"][name], value) for name, value in run.module.named_parameters())
-
-
 def leave_the_plan(run: Run, batch: Batch, index: int) -> None:
     """From when it is followed on: a pass without gradients amid the saved activations, then one to three passes to an update."""
     if index < PLANNED_STEPS:
@@ -139,21 +103,36 @@ def leave_the_plan(run: Run, batch: Batch, index: int) -> None:
     run.optimizer.step()
 
 
-PLANNED = {
-    "accumulation, clipping, zeroed gradients": Case(
-        make_model=Chain, make_batches=lambda count: features(count, batch=640), step=accumulate
-    ),
-    "a loss that is kept": Case(make_model=lambda: WithLoss(outputs=1024, depth=2), make_batches=features, step=keep_the_loss),
-    "references and writes": Case(make_model=Chain, make_batches=features, step=hold_and_write),
-    "a checkpoint": Case(make_model=Chain, make_batches=features, step=save_and_load),
-    "passes that are not in the plan": Case(make_model=Chain, make_batches=features, step=leave_the_plan, steps=11),
-}
+def freeze_and_thaw(run: Run, batch: Batch, index: int) -> None:
+    """Layer 1 trains in the first and the last step only."""
+    layer = run.module.get_submodule("layers.1")
+    layer.requires_grad_(index in (0, 3))
+    plain_step(run, batch, index)
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_loops_that_get_a_plan(name: str, tmp_path: Path) -> None:
-    result = check_parity(replace(PLANNED[name], planned=True), tmp_path, debug="writes" in name)
-    assert all(float(norm) > 0.05 for name, norm in result.observed if name == "norm"), "nothing was clipped"
+def train_in_turns(run: Run, batch: Batch, index: int) -> None:
+    """An iteration of one model, then one of the other, each with its own optimizer.
+
+    In every other step nothing is shared: one model trains while the other one's blocks wait.
+    """
+    inputs, targets = batch
+    optimizers = run.kept.setdefault("optimizers", [sgd(child) for child in run.module.children()])
+    coder, judge = run.module.get_submodule("coder"), run.module.get_submodule("judge")
+    together: list[Callable[[], Tensor]] = [
+        lambda: functional.cross_entropy(judge(coder(inputs)), targets),
+        lambda: functional.cross_entropy(judge(coder(inputs).detach()), targets.flip(0)),
+    ]
+    apart: list[Callable[[], Tensor]] = [
+        lambda: functional.cross_entropy(coder(inputs), targets % 64),
+        lambda: functional.cross_entropy(judge(inputs.flip(0)), targets % 64),
+    ]
+    for optimizer, objective in zip(optimizers, apart if index % 2 else together, strict=True):
+        optimizer.zero_grad()
+        loss = objective()
+        loss.backward()
+        run.record_loss(loss)
+        run.record_gradients()
+        optimizer.step()
 
 
 # -- one after the other, on demand
@@ -177,7 +156,7 @@ def keep_outputs(run: Run, batch: Batch, index: int) -> None:
     """Logits that the user holds on to neither change nor vanish while later steps page."""
     logits = run.model(batch[0])
     run.kept.setdefault("held", []).append((logits, logits.detach().clone()))
-    update(run, torch.nn.functional.cross_entropy(logits, batch[1]))
+    update(run, functional.cross_entropy(logits, batch[1]))
 
 
 def differentiate_by_function(run: Run, batch: Batch, index: int) -> None:
@@ -251,23 +230,6 @@ def in_turns(run: Run, batch: Batch, index: int) -> None:
         run.record("held logits", logits)
 
 
-@pytest.mark.usefixtures("eager_dropout")
-def test_loops_that_do_something_else_each_time(tmp_path: Path) -> None:
-    case = Case(make_model=lambda: Chain(dropout=0.1), make_batches=features, step=in_turns, steps=2 * len(TURNS))
-    check_parity(case, tmp_path, debug=True)
-
-
-@pytest.mark.parametrize("dynamic", [None, False], ids=["automatic-dynamic", "static"])
-def test_changing_batch_size(tmp_path: Path, dynamic: bool | None) -> None:
-    case = Case(
-        make_model=lambda: Chain(depth=2),
-        make_batches=features_of_changing_size,
-        compile_options={"dynamic": dynamic},
-        steps=6,
-    )
-    check_parity(case, tmp_path)
-
-
 # -- steps that an exception breaks off, and training goes on
 
 BROKEN_STEPS = (1, PLANNED_STEPS + 1)
@@ -324,22 +286,22 @@ class Lookup(Chain):
 
 def break_off(run: Run, batch: Batch, index: int) -> None:
     """In every place where an exception can do so, then the same batch once more."""
-    rows, fuse = run.module.get_submodule("upper").row, run.module.get_submodule("fuse")
-    rows.copy_(batch[1] % 64)  # type: ignore[operator, union-attr]
+    rows, fuse = run.module.upper.row, run.module.fuse
+    rows.copy_(batch[1] % 64)
     if index in BROKEN_STEPS:
-        rows[5] = 64  # type: ignore[index, operator]
+        rows[5] = 64
         with pytest.raises(IndexError, match="index out of range"):
             run.loss(batch)
-        rows[5] = 0  # type: ignore[index, operator]
+        rows[5] = 0
         with pytest.raises(Interrupted):  # a forward pass whose backward never comes; its loss lives on until the next break
             run.kept["left"] = run.loss(batch)
             raise Interrupted
         run.optimizer.zero_grad()
         loss = run.loss(batch)
-        fuse.armed = True  # type: ignore[assignment]
+        fuse.armed = True
         with pytest.raises(Interrupted) as raised:  # between two compiled backward graphs
             loss.backward()
-        fuse.armed = False  # type: ignore[assignment]
+        fuse.armed = False
         run.record_gradients()  # of the upper half only
         run.kept |= {"raised": raised, "loss": loss}  # as a notebook would: the traceback holds on to the frame's tensors
 
@@ -359,47 +321,65 @@ def break_off(run: Run, batch: Batch, index: int) -> None:
     plain_step(run, batch, index)
 
 
-@compiled_input_needs_grad
-def test_exceptions_in_a_step(tmp_path: Path) -> None:
-    case = Case(
-        make_model=FusedChain,
-        make_batches=features,
-        compile_parts=("lower", "upper"),
-        step=break_off,
-        planned=True,
-        steps=PLANNED_STEPS + 4,
-    )
-    result = check_parity(case, tmp_path, fraction=0.05)  # what is kept of broken steps is in the peak
-    broken = result.gradients[BROKEN_STEPS[0]]
-    assert "upper.layers.0.up.weight" in broken and "lower.layers.0.up.weight" not in broken
+# -- loops other than a pass and a step of one optimizer
 
 
-# -- the smallest budget
+def no_optimizers(module: nn.Module) -> list[Optimizer]:
+    return []
 
 
-def stateless(module: nn.Module) -> torch.optim.Optimizer:
-    """No states, and a small model: a stage of the graphs sets the floor, not the update."""
-    return torch.optim.SGD(module.parameters(), lr=0.05)
+def by_hand(run: Run, x: Tensor, index: int) -> None:
+    """Updates the parameters, and drops the gradients."""
+    run.backward(x)
+    with torch.no_grad():
+        for parameter in run.module.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.01)
+                parameter.grad = None
 
 
-def test_the_smallest_budget_works_and_less_is_refused(tmp_path: Path) -> None:
-    case = Case(
-        make_model=ConvNet, make_batches=images, make_optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.05)
-    )
-    with pytest.raises(teraio.BudgetError) as raised:
-        train(case, backend="teraio", options=budgeted_options(case, tmp_path, budget=MIB, codegen="eager"))
-    error = raised.value
-    assert error.smallest_bytes > MIB
-    assert str(error.smallest_bytes) in str(error)
-    assert "forward/" in str(error) or "backward/" in str(error), "names no stage"
-    assert len(error.largest) == 3 and error.largest[0][0] == error.stage and error.largest[0][1] <= error.smallest_bytes
-    assert [size for _, size in error.largest] == sorted((size for _, size in error.largest), reverse=True)
-    assert all(repr(name) in str(error) for name, _ in error.largest)
-    again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.largest) == (str(error), error.largest)
-    options = budgeted_options(case, tmp_path, budget=error.smallest_bytes, codegen="eager")
-    budgeted = train(case, backend="teraio", options=options)
-    check_budget(budgeted, error.smallest_bytes)
-    check_exact(budgeted, train(case, backend="teraio", options={"codegen": "eager", "storage": str(tmp_path)}))
-    with pytest.raises(teraio.BudgetError):
-        train(case, backend="teraio", options=options | {"memory_budget": (budgeted.progress[0][0].floor_bytes or 0) - 1})
+def told(run: Run, x: Tensor, index: int) -> None:
+    """Two passes before an update; gradients are zeroed in place."""
+    for half in x.chunk(2):
+        run.backward(half, 0.5)
+    with torch.no_grad():
+        for parameter in run.module.parameters():
+            if parameter.grad is not None:
+                parameter.data -= 0.01 * parameter.grad
+                parameter.grad.zero_()
+    teraio.step_done()
+
+
+def rollout(run: Run, x: Tensor, index: int) -> None:
+    """As in PPO: three updates by what the model has made itself."""
+    with torch.no_grad():
+        for _ in range(2):
+            x = run.model(x)
+    for _ in range(3):
+        one_update(run, x, index)
+
+
+def task(run: Run, x: Tensor, index: int) -> None:
+    """As in Reptile: a new optimizer takes steps for a task, then the parameters go back most of the way."""
+    before = [parameter.detach().clone() for parameter in run.module.parameters()]
+    optimizer = torch.optim.SGD(run.module.parameters(), lr=0.01)
+    for _ in range(2):
+        run.backward(x)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        for parameter, old in zip(run.module.parameters(), before, strict=True):
+            parameter.copy_(old.lerp(parameter, 0.1))
+
+
+def generate(run: Run, x: Tensor, index: int) -> None:
+    """More passes without gradients than are recorded, and an update."""
+    with torch.no_grad():
+        for _ in range(70):
+            x = run.model(x)
+    one_update(run, x, index)
+
+
+def infer(run: Run, x: Tensor, index: int) -> None:
+    with torch.no_grad():
+        run.record("output", run.model(x))
