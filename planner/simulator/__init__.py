@@ -1,5 +1,15 @@
 """The replay of a plan on its trace, which does not depend on how the plan was made."""
 
-from planner.simulator.critical_path import STAGES, CriticalPath, PathSegment, critical_path
 from planner.simulator.simulate import simulate
-from planner.simulator.timeline import HostUpdate, MemoryChange, MemoryKind, StageTimes, Timeline, Transfer
+from planner.simulator.timeline import (
+    STAGES,
+    CriticalPath,
+    HostUpdate,
+    MemoryChange,
+    MemoryKind,
+    PathSegment,
+    StageTimes,
+    Timeline,
+    Transfer,
+    critical_path,
+)

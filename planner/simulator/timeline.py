@@ -1,4 +1,21 @@
-"""The result of a replay, and when two iterations of it are the same."""
+"""The result of a replay, and when two iterations of it are the same.
+
+The critical path says why an iteration takes as long as it does: stages, copies and updates that fill it without a gap.
+
+In a replay, everything begins at the instant at which the last thing that it waited for ended. By the rules of
+[Note: execution semantics] in `planner.simulator.simulate`, these things are:
+
+* for a stage: the stage before it, the copy in of a block that it uses, or a copy out that made room. User code also waits for
+  copies in both directions of blocks that it can reach, and for updates on the host;
+* for a copy: the stage at whose end it was queued, or the copy before it on the link;
+* for a copy in also: a copy out or a stage whose end made room, user code that held it back, the block's own copy out, or the
+  update that wrote the block;
+* for an update on the host: the stage at whose end it was queued, the update before it, or its gradients' copy out.
+
+So from the end of the last stage one can go back, from each segment to one that ended when it began, until the iteration's
+start. Such a chain is a longest path in the graph of these waits, and its segments together take as long as the iteration. To
+make the iteration shorter, every such chain needs a segment that becomes shorter or disappears.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +24,10 @@ from dataclasses import dataclass
 from math import isclose
 from typing import Any, Literal, NamedTuple
 
-from planner.schema import BlockKind
+import networkx as nx
+
+from planner.problem import host_start, recomputed, user_stages
+from planner.schema import BlockKind, Plan, Trace
 
 _SAME = 1e-9  # share of the iteration by which times may differ: sums in another order round differently
 
@@ -115,3 +135,138 @@ def same(one: Standing, other: Standing, iteration_seconds: float) -> bool:
         return False
     tolerance = _SAME * max(iteration_seconds, 1e-12)
     return all(isclose(a, b, rel_tol=0.0, abs_tol=tolerance) for a, b in zip(one.seconds, other.seconds, strict=True))
+
+
+STAGES = "stages"
+HOST_UPDATES = "host updates"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathSegment:
+    """One stage, copy or update in an iteration of the steady state, in seconds from the iteration's start.
+
+    `resource`: `"stages"`, `"host updates"` or the name of a link. `index`: of the stage or subgroup in the trace, or of the
+    move in the plan. `block`: the block that a copy copies, otherwise None. A segment that began in the iteration before starts
+    at 0.
+    """
+
+    resource: str
+    index: int
+    block: int | None
+    start_seconds: float
+    end_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes within the iteration."""
+        return self.end_seconds - self.start_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalPath:
+    """A chain of segments from the iteration's start to its end. Each begins when the one before ended."""
+
+    segments: tuple[PathSegment, ...]
+
+    def seconds(self) -> dict[str, float]:
+        """Return how much of the chain each resource takes, largest first. The sum is the iteration's time."""
+        total: dict[str, float] = {}
+        for segment in self.segments:
+            total[segment.resource] = total.get(segment.resource, 0.0) + segment.seconds
+        return dict(sorted(total.items(), key=lambda entry: -entry[1]))
+
+
+def critical_path(trace: Trace, plan: Plan, timeline: Timeline) -> CriticalPath:
+    """Return the critical path of `timeline`, the replay of `plan` on `trace`. Other paths may be equally long.
+
+    Time and memory are proportional to the number of stages and transfers; where many end at the same instant, to their square.
+    """
+    segments = _segments(timeline)
+    waits = _Waits(recomputed(trace, plan.recompute), plan)
+    ended: dict[float, list[int]] = {}
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(segments)))
+    for number, segment in enumerate(segments):
+        for earlier in ended.get(segment.start_seconds, ()):
+            if waits.may_wait(segment, segments[earlier]):
+                graph.add_edge(earlier, number, seconds=segments[earlier].seconds)
+        ended.setdefault(segment.end_seconds, []).append(number)
+    last = max(number for number, segment in enumerate(segments) if segment.resource == STAGES)
+    # The path must end in the last stage, even if that takes no time.
+    graph.add_edge(last, "end", seconds=segments[last].seconds + timeline.iteration_seconds + 1.0)
+    chain = nx.dag_longest_path(graph, weight="seconds")
+    return CriticalPath(segments=tuple(segments[number] for number in chain[:-1]))
+
+
+def _segments(timeline: Timeline) -> list[PathSegment]:
+    """All segments of the iteration, in an order in which nothing comes before what it waited for.
+
+    Only segments that take no time can begin and end at the same instant; of these, stages come first.
+    """
+    found = [
+        PathSegment(resource=STAGES, index=number, block=None, start_seconds=stage.start_seconds, end_seconds=stage.end_seconds)
+        for number, stage in enumerate(timeline.stages)
+    ]
+    found += [
+        PathSegment(
+            resource=HOST_UPDATES,
+            index=update.subgroup,
+            block=None,
+            start_seconds=max(update.start_seconds, 0.0),
+            end_seconds=update.end_seconds,
+        )
+        for update in timeline.updates
+    ]
+    found += [
+        PathSegment(
+            resource=transfer.link,
+            index=transfer.move,
+            block=transfer.block,
+            start_seconds=max(transfer.start_seconds, 0.0),
+            end_seconds=transfer.end_seconds,
+        )
+        for transfer in timeline.transfers
+    ]
+    return sorted(found, key=lambda segment: (segment.end_seconds, segment.start_seconds))
+
+
+class _Waits:
+    """Which segments can wait for which, by the rules above. Does not compare their times."""
+
+    def __init__(self, trace: Trace, plan: Plan) -> None:
+        self.moves = plan.moves
+        self.stages = len(trace.stages)
+        self.updated = [frozenset(subgroup.blocks) for subgroup in trace.subgroups]
+        self.user = frozenset(user_stages(trace))
+        self.visible = frozenset(block.id for block in trace.blocks if block.user_visible)
+        self.begin = [host_start(trace, subgroup) for subgroup in trace.subgroups]
+
+    def may_wait(self, segment: PathSegment, earlier: PathSegment) -> bool:
+        """Whether `segment` may have waited for `earlier`."""
+        if segment.resource == STAGES:
+            return self._stage_waits(segment, earlier)
+        if earlier.resource == segment.resource:
+            return True
+        if segment.resource == HOST_UPDATES:
+            if earlier.resource == STAGES:
+                return earlier.index == self.begin[segment.index] - 1
+            return _outward(earlier) and earlier.block in self.updated[segment.index]
+        if _outward(segment):
+            offload = self.moves[segment.index].offload
+            return earlier.resource == STAGES and offload is not None and earlier.index == offload.start % self.stages
+        if earlier.resource == HOST_UPDATES:
+            return segment.block in self.updated[earlier.index]
+        return earlier.resource == STAGES or _outward(earlier)
+
+    def _stage_waits(self, segment: PathSegment, earlier: PathSegment) -> bool:
+        if earlier.resource == STAGES:
+            return earlier.index == segment.index - 1
+        if earlier.resource == HOST_UPDATES:
+            return segment.index in self.user
+        if segment.index in self.user and earlier.block in self.visible:
+            return True
+        return _outward(earlier) or self.moves[earlier.index].before % self.stages == segment.index
+
+
+def _outward(segment: PathSegment) -> bool:
+    return segment.resource.startswith("device->")
