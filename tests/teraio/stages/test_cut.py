@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from teraio.stages import CutPolicy, cost, cut, operators, prepare, speed_of
+from teraio.stages import CutPolicy, cost, cut, operators, speed_of
+from teraio.stages import compile as compiling
 
 from .graphs import (
     FINE,
@@ -263,7 +264,7 @@ def test_batch_norm_of_any_size(index: int) -> None:
     changed = captured.fresh()
     if index == 0:
         assert cut.can_cut(changed.graph), "or this test shows nothing"
-    prepare.compute_sizes(changed.graph)
+    compiling.compute_sizes(changed.graph)
     changed.graph.lint()
     assert cut.can_cut(changed.graph) is None and not any(map(operators.is_read_off, changed.graph.nodes))
     for arguments, expected in zip(captured.arguments, captured.results, strict=True):

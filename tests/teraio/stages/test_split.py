@@ -16,7 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from runtime.execution import run_plain
-from teraio.stages import CutPolicy, StageCompiler, cost, cut, operators, prepare, repeatable, split
+from teraio.stages import CutPolicy, StageCompiler, cost, cut, operators, repeatable, split
+from teraio.stages import compile as compiling
 
 from .graphs import (
     FINE,
@@ -44,7 +45,7 @@ WHOLE = CutPolicy(shortest_seconds=1)
 
 
 def pieces_of(graph: GraphModule, policy: CutPolicy = FINE) -> list[split.Subgraph]:
-    prepare.describe(graph.graph)
+    compiling.describe(graph.graph)
     return split.split(graph, cut.assign(graph.graph, speed=cost.CPU, policy=policy))
 
 
@@ -181,7 +182,7 @@ def test_equal_layers_with_random_state_share_their_stages() -> None:
 def test_operators_with_random_state_are_described_like_the_operator_inside() -> None:
     for captured in recomputed(3):
         graph = captured.fresh().graph
-        prepare.describe(graph)
+        compiling.describe(graph)
         for node in filter(operators.carries_random_state, graph.nodes):
             assert operators.unwrapped(node)[0] is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
             assert cost.flops(node) > 0
@@ -404,6 +405,6 @@ def test_what_is_not_waited_for_gets_a_wait(group: None) -> None:
     graph = graph_of(never_waited_for, 16)
     assert not waits(graph)
     for _ in range(2):  # the second time changes nothing
-        prepare.wait_for_all(graph.graph)
+        compiling.wait_for_all(graph.graph)
         (wait,) = waits(graph)
         assert operators.is_launch(operators.launch_of(wait))
