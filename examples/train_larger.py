@@ -29,8 +29,8 @@ from examples.memory import give_free_memory_back, resident_bytes
 from examples.report import mebibytes
 from examples.text import batches, standard_library_text
 
-CONFIG = GPTConfig(layers=16, width=768, heads=12, context=128)
-"""455 MB of weights, 1.8 GB with gradients and AdamW's states."""
+CONFIG = GPTConfig(layers=12, width=640, heads=10, context=64)
+"""237 MB of weights, 950 MB with gradients and AdamW's states."""
 _SAMPLE_SECONDS = 0.005
 
 
@@ -103,7 +103,7 @@ def live(options: dict[str, Any], checkpoint: Path | None, folder: Path, steps: 
         tiers.load(model, checkpoint)
     teraio.compile(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    taken = batches(text, batch=4, context=CONFIG.context, seed=1)
+    taken = batches(text, batch=2, context=CONFIG.context, seed=1)
 
     def train() -> None:
         for _ in range(steps):
@@ -139,14 +139,14 @@ def table(life: Life, budgets_bytes: int) -> Table:
 
 
 def main(
-    memory_budget: Annotated[int, typer.Option(help="MiB of main memory as the device.")] = 192,
-    host_budget: Annotated[int, typer.Option(help="MiB of main memory as the host tier.")] = 64,
+    memory_budget: Annotated[int, typer.Option(help="MiB of main memory as the device.")] = 128,
+    host_budget: Annotated[int, typer.Option(help="MiB of main memory as the host tier.")] = 48,
     storage: Annotated[Path | None, typer.Option(help="Folder for spill files; default: a temporary one.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="A safetensors file of this GPT; default: a new one.")] = None,
     steps: Annotated[int, typer.Option(help="Iterations before and after parking.", min=1)] = 8,
     figures: Annotated[Path | None, typer.Option(help="Write the figures to this file as JSON.")] = None,
 ) -> None:
-    """Train a GPT of 455 MB that main memory's budget of 256 MiB does not hold."""
+    """Train a GPT of 237 MB that main memory's budget of 176 MiB does not hold."""
     budgets_bytes = (memory_budget + host_budget) << 20
     with TemporaryDirectory() as folder:
         options = {"memory_budget": memory_budget << 20, "host_budget": host_budget << 20, "storage": storage or folder}
