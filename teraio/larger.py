@@ -8,7 +8,9 @@ run, so a model is initialised with the same random numbers.
 
 [Note: Tensors that are files]
 safetensors maps its files, so a tensor that it returns is memory of the file. When a module takes such a tensor for a parameter,
-it is copied to memory that it can leave.
+the file becomes the first copy of a block that is away: nothing is read until the block is needed, and nothing is written until
+somebody changes it. Where there is no storage tier, and where pages were changed after they were mapped, the tensor is copied to
+memory that it can leave.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.errors import OptionsError
+from runtime.cpu import unchanged_since_mapped
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import OperatorRunner
 from runtime.paging import PLAIN
@@ -47,7 +50,8 @@ class UnderBudget:
     def load(self, model: torch.nn.Module, path: str | PathLike[str]) -> None:
         """Load a checkpoint of safetensors files into a model.
 
-        Parameters on the device "meta" get the device of this block; those that have memory are overwritten.
+        Parameters on the device "meta" get the device of this block, and large ones stay in their file until they are needed, see
+        [Note: Tensors that are files]. Those that have memory are overwritten.
 
         path: a safetensors file, the index of several, or a folder with one of them. Its tensors are those of
         `model.state_dict()`; of tied ones, any will do. Raises CheckpointError before anything is loaded, if a file is missing or
@@ -61,18 +65,21 @@ class UnderBudget:
         loaded: dict[str, Tensor] = {}
         for name, each in saved.items():
             if (original := tied[name]) not in loaded:
-                loaded[original] = self._loaded(each, places[name].tensor)
+                loaded[original] = self._loaded(original, each, places[name].tensor)
         for name, place in places.items():
             if loaded[tied[name]] is not place.tensor:
                 setattr(place.module, place.name, loaded[tied[name]])
 
-    def _loaded(self, saved: SavedTensor, current: Tensor) -> Tensor:
+    def _loaded(self, name: str, saved: SavedTensor, current: Tensor) -> Tensor:
         """Return the tensor that takes the place of `current`, which is itself if it has memory."""
         if not current.is_meta:
             with torch.no_grad():
                 current.copy_(_mapped(saved))
             return current
-        fresh = torch.empty(saved.shape, dtype=saved.dtype, device=self._device).copy_(_mapped(saved))
+        if saved.size_bytes >= MIN_MOVED_BYTES and self._operators.has_drives:
+            fresh = self._operators.in_file(saved.path, saved.offset_bytes, saved.shape, saved.dtype, name)
+        else:
+            fresh = torch.empty(saved.shape, dtype=saved.dtype, device=self._device).copy_(_mapped(saved))
         return torch.nn.Parameter(fresh, current.requires_grad) if isinstance(current, torch.nn.Parameter) else fresh
 
     def registered(self, module: torch.nn.Module, name: str, tensor: Tensor | None) -> None:
@@ -83,11 +90,16 @@ class UnderBudget:
             return
         if self._operators.knows(tensor):
             return
-        if self._device.type == "cpu" and _is_mapped(tensor):
-            with torch.no_grad():
-                tensor.data = tensor.detach().clone()  # what a file lends cannot leave
-        else:
+        found = _file_behind(tensor) if self._device.type == "cpu" else None
+        if found is None:
             self._operators.take_in(tensor)
+            return
+        with torch.no_grad():
+            whole = tensor.is_contiguous() and unchanged_since_mapped(tensor.data_ptr(), tensor.nbytes)
+            if whole and self._operators.has_drives:
+                tensor.data = self._operators.in_file(found.path, found.offset_bytes, tensor.shape, tensor.dtype)
+            else:
+                tensor.data = tensor.detach().clone()  # what a file lends cannot leave
 
 
 @contextlib.contextmanager
@@ -194,13 +206,20 @@ def _result_bytes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     return sum(each.untyped_storage().nbytes() for each in tree_leaves(results) if isinstance(each, Tensor))
 
 
-def _is_mapped(tensor: Tensor) -> bool:
-    """Whether the tensor's memory is a private mapping of a safetensors file."""
+class _Behind(NamedTuple):
+    """Where a file has the bytes of a tensor."""
+
+    path: Path
+    offset_bytes: int
+
+
+def _file_behind(tensor: Tensor) -> _Behind | None:
+    """Return where the safetensors file that is mapped privately as the tensor's memory has its bytes; None for other memory."""
     address = tensor.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
-        area, access, _, _, _, *name = line.split(maxsplit=5)
+        area, access, offset, _, _, *name = line.split(maxsplit=5)
         if name and name[0].endswith(".safetensors") and access.endswith("p"):
             begin, end = (int(each, 16) for each in area.split("-"))
-            if begin <= address < end:
-                return True
-    return False
+            if begin <= address and address + tensor.nbytes <= end:
+                return _Behind(Path(name[0]), int(offset, 16) + address - begin)
+    return None

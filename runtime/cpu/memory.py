@@ -248,3 +248,10 @@ def system_tells() -> bool:
             finally:
                 del first
     return found.get(0) is True and found.get(2 * page, found.get(page)) is False
+
+
+def unchanged_since_mapped(address: int, size_bytes: int) -> bool:
+    """Whether memory that is a private mapping of a file surely has the file's bytes: nobody has written to its pages."""
+    begin = address - address % mmap.PAGESIZE
+    length = -(-(address + size_bytes - begin) // mmap.PAGESIZE) * mmap.PAGESIZE
+    return system_tells() and not any(each.written for each in touched(begin, length))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -29,6 +31,11 @@ class OperatorRunner:
     def can_move(self) -> bool:
         """Whether there is a lower tier, so that blocks can leave for others."""
         return self._pager.can_move
+
+    @property
+    def has_drives(self) -> bool:
+        """Whether there is a storage tier, in which files can serve as blocks."""
+        return self._pager.has_drives
 
     def run(
         self,
@@ -65,6 +72,18 @@ class OperatorRunner:
         """Make a block of a tensor that other code has made. Waits until its data is in memory that it can leave."""
         if self._is_large(tensor) and self._pager.known_block(tensor) is None:
             self.run(lambda: self._moved(tensor), name="a tensor of user code", reads=(), writes=(), new_bytes=tensor.nbytes)
+
+    def in_file(
+        self, path: Path, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype, name: str = UNNAMED
+    ) -> torch.Tensor:
+        """Return a tensor on the device whose only copy is in a file, in row-major order. Reads nothing, and takes no memory.
+
+        Raises UnsupportedError without a storage tier, StorageIOError if the file cannot be used.
+        """
+        size_bytes = math.prod(shape) * dtype.itemsize
+        storage = self._pager.block_in_file(name, "parameter", path=path, offset_bytes=offset_bytes, size_bytes=size_bytes)
+        empty = torch.empty(0, dtype=dtype, device=self._device)
+        return empty.set_(storage, 0, tuple(shape))  # type: ignore[call-overload,no-any-return]
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is in a block."""

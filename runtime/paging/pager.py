@@ -63,6 +63,11 @@ class Pager(Stages):
         self.lending = Lending(state, transitions)
         self.parking = Parking(state, self._prefetches, self._room)
 
+    @property
+    def has_drives(self) -> bool:
+        """Whether there is a storage tier."""
+        return any(tier.name == "storage" for tier in self._tiers)
+
     # -- which blocks there are
 
     @property

@@ -165,11 +165,30 @@ def test_a_checkpoint_is_loaded_within_the_budget_and_trains(make: Callable[[], 
     with teraio.under_budget(**options(tmp_path)) as tiers:
         model = make()
         tiers.load(model, folder)
-    check_budget()
+    status = check_budget()
     assert same(model, wanted)
+    if make is on_meta:  # the files are the first copies
+        assert status.moved_bytes == {"device->storage": 0, "storage->device": 0}
     teraio.compile(model, **options(tmp_path))
     assert train(model) == train(wanted) and same(model, wanted)
     check_budget()
+
+
+def test_frozen_weights_stay_in_their_checkpoint(tmp_path: Path) -> None:
+    wanted, folder = saved(tmp_path)
+    with teraio.under_budget(**options(tmp_path)) as tiers:
+        model = on_meta()
+        tiers.load(model, folder)
+    for each in (model, wanted):
+        for layer in each.layers[:-1]:  # type: ignore[index,union-attr]
+            layer.requires_grad_(False)
+    written = sum(path.stat().st_size for path in folder.iterdir())
+    teraio.compile(model, **options(tmp_path))
+    assert train(model) == train(wanted) and same(model, wanted)
+    status = check_budget()
+    frozen = [block for block in blocks() if block.kind == "parameter" and block.name.startswith("layers.0")]
+    assert frozen and status.moved_bytes["storage->device"] > 7 * 4 * MIB
+    assert sum(path.stat().st_size for path in folder.iterdir()) == written
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -181,6 +200,7 @@ def test_from_pretrained_takes_files_as_they_are(dtype: torch.dtype, tmp_path: P
     (status,) = teraio.status()
     assert status.device_peak_bytes <= BUDGET // 2
     assert same(model, wanted) and model.lm_head.weight is model.transformer.wte.weight
+    assert status.moved_bytes["device->storage"] == 0
 
 
 def test_tied_weights_are_loaded_by_either_name_and_a_changed_mapping_is_copied(tmp_path: Path) -> None:
