@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import UNNAMED, Block, Pager, holder_of
-from runtime.system import uninterrupted
+from runtime.system import storage_swap, uninterrupted
 
 _Result = TypeVar("_Result")
 
@@ -82,8 +82,7 @@ class OperatorRunner:
         """
         size_bytes = math.prod(shape) * dtype.itemsize
         storage = self._pager.block_in_file(name, "parameter", path=path, offset_bytes=offset_bytes, size_bytes=size_bytes)
-        empty = torch.empty(0, dtype=dtype, device=self._device)
-        return empty.set_(storage, 0, tuple(shape))  # type: ignore[call-overload,no-any-return]
+        return storage_swap.tensor_over(storage, dtype, tuple(shape))
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is in a block."""
