@@ -70,7 +70,7 @@ class OperatorRunner:
 
     def take_in(self, tensor: torch.Tensor) -> None:
         """Make a block of a tensor that other code has made. Waits until its data is in memory that it can leave."""
-        if self._is_large(tensor) and self._pager.known_block(tensor) is None:
+        if self._is_large(tensor):
             self.run(lambda: self._moved(tensor), name="a tensor of user code", reads=(), writes=(), new_bytes=tensor.nbytes)
 
     def in_file(
