@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from teraio.stages.cost import flops, is_heavy, operator_flops
 from teraio.stages.operators import (
+    base_name,
     fake_tensors,
     is_creation,
     is_getitem,
@@ -121,21 +122,55 @@ def _kernel(group: Sequence[Node], storages: Mapping[Node, StorageKey]) -> Kerne
     )
 
 
+# Operators that take of their first argument the sizes only, or overwrite it without reading it.
+_OVERWRITING = frozenset(
+    "zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full new_tensor "
+    "zero_ fill_ copy_ uniform_ normal_ log_normal_ random_ bernoulli_ exponential_ geometric_ cauchy_ "
+    "_foreach_zero_ _foreach_copy_".split()
+)
+_EMPTY = frozenset("empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split())
+
+
 def operator_kernel(operator: torch._ops.OpOverload, arguments: Mapping[str, Any], result: Any) -> Kernel | None:
-    """Return the kernel of one call of an operator with fake tensors, by names of arguments; None for a view, which runs none."""
-    read = list(fake_tensors(list(arguments.values())))
-    made = list(fake_tensors(result))
-    schema = operator._schema
-    storages = {tensor.untyped_storage()._cdata for tensor in read}
-    if not schema.is_mutable and made and all(tensor.untyped_storage()._cdata in storages for tensor in made):
+    """Return the kernel of one call of an operator with fake tensors, by names of arguments; None if it reads and makes no data.
+
+    Such are views, room for results, and what only asks: for a device, a size, a mark in a profile.
+    """
+    read = {id(tensor): tensor for tensor in fake_tensors(list(arguments.values()))}
+    storages = {tensor.untyped_storage()._cdata for tensor in read.values()}
+    made = [tensor for tensor in fake_tensors(result) if tensor.untyped_storage()._cdata not in storages]
+    changed = list(fake_tensors([arguments.get(name) for name in _written(operator, arguments)]))
+    name, tags = base_name(operator), operator.tags
+    if name in _EMPTY or torch.Tag.inplace_view in tags or not (made or changed or torch.Tag.data_dependent_output in tags):
         return None
-    changed = [arguments.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    written = [*(t for t in made if t.untyped_storage()._cdata not in storages), *fake_tensors(changed)]
+    sizes = {key: storage_bytes(tensor) for key, tensor in read.items()}
+    written = sum(map(storage_bytes, (*made, *changed)))
+    for unread in _unread(operator, arguments):
+        sizes.pop(id(unread), None)
+    if name in _LOOKUPS:
+        first = next(iter(sizes))
+        sizes[first] = min(sizes[first], written)
     return Kernel(
         flops=operator_flops(operator, list(arguments.values()), {}, result),
-        dtype=precision([*read, *made]),
-        touched_bytes=sum(storage_bytes(tensor) for tensor in (*read, *written)),
+        dtype=precision([*read.values(), *made]),
+        touched_bytes=sum(sizes.values()) + written,
     )
+
+
+def _written(operator: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of the arguments that an operator writes."""
+    for argument in operator._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            # PyTorch's fused optimizers say that they write gradients. They do if they take a scale out of them.
+            if argument.name != "grads" or arguments.get("grad_scale") is not None:
+                yield argument.name
+
+
+def _unread(operator: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments that are not read."""
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.is_out or (position == 0 and base_name(operator) in _OVERWRITING):
+            yield from fake_tensors(arguments.get(argument.name))
 
 
 # Operators that Inductor fuses with others, beside those that work on each element by itself.

@@ -27,6 +27,7 @@ from . import trainings
 from .trainings import loss_of, tokens, training, transformer
 
 MIB = 1 << 20
+ONE_BYTE = Kernel(flops=0.0, dtype=torch.float32, touched_bytes=1)
 
 
 def shape(trace: planner.Trace) -> tuple[object, ...]:
@@ -141,10 +142,21 @@ def test_times_come_from_the_machine() -> None:
         }
     )
     fast, twice = (capture(training, hardware=each) for each in (description, slow))
-    assert all(stage.duration_seconds > 0 for stage in fast.stages)
+    assert all(stage.duration_seconds > 0 for stage in fast.stages if stage.phase != "user")
     for one, other in zip(fast.stages, twice.stages, strict=True):
         assert other.duration_seconds == pytest.approx(2 * one.duration_seconds)
     assert fast.hardware == description.hardware
+
+
+def test_code_that_only_asks_costs_nothing_and_adamw_its_bytes() -> None:
+    machine = MachineDescription.load("h100").model_copy(update={"launch_seconds": 0.0})
+    byte = machine.costs(ONE_BYTE)[1]
+    seconds = {"user": 0.0, "optimizer": 0.0}
+    for stage in capture(trainings.only_asks, hardware=machine).stages:
+        if stage.phase in seconds:
+            seconds[stage.phase] += stage.duration_seconds
+    assert seconds["user"] == pytest.approx(4 * byte), "the gradient of the loss, one number"
+    assert seconds["optimizer"] == pytest.approx(28 * (1 << 20) * byte, rel=1e-3)
 
 
 def test_efficiencies_are_fitted_to_a_measured_trace_of_a_smaller_size() -> None:

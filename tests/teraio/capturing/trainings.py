@@ -86,6 +86,23 @@ def on_gpu_as(what: str) -> Callable[[], object]:
     return step
 
 
+def only_asks() -> Callable[[], object]:
+    """Its own code reads and makes no data. A million weights on "cuda", with AdamW, fused."""
+    layer = nn.Linear(1024, 1024, bias=False, device="cuda")
+    run = torch.compile(lambda hidden: layer(hidden).sum(), backend="teraio")
+    optimizer, hidden = torch.optim.AdamW(layer.parameters(), fused=True), torch.zeros(64, 1024, device="cuda")
+
+    def step() -> None:
+        with torch.profiler.record_function("step"):
+            loss = run(hidden)
+        assert loss.device.type == hidden.t().detach().device.type and torch.empty_like(hidden).shape == hidden.shape
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def needs_a_driver() -> Callable[[], object]:
     model = torch.compile(nn.Linear(4, 4, device="cuda"), backend="teraio")
 

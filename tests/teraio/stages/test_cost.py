@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import bmm_flop, flop_registry
 
 from teraio.stages import CutPolicy, cost, cut, gpu_speed, operator_kernel, speed_of
@@ -64,6 +66,64 @@ def test_attention_is_counted_from_the_query_heads(kernel: str, key_heads: int, 
     assert cost.flops(called(backward, QUERY, QUERY, key, key)) == 2.5 * FORWARD
     outside = operator_kernel(forward, {"query": QUERY, "key": key, "value": key}, (torch.empty_like(QUERY),))
     assert outside is not None and outside.flops == FORWARD, "outside of graphs"
+
+
+N = 1024
+ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
+SGD = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False}
+ADAGRAD = {"lr": 1e-3, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-8, "maximize": False}
+
+
+def touched(operator: Any, *given: Any, **named: Any) -> int | None:
+    """Return the bytes that one call of an operator touches; None if it runs nothing."""
+    schema = operator._schema
+    names = [argument.name for argument in schema.arguments]
+    result = operator(*given, **named) if schema.returns else ()
+    kernel = operator_kernel(operator, dict(zip(names, given, strict=False)) | named, result)
+    return None if kernel is None else kernel.touched_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("operator", "lists", "named", "elements"),
+    [
+        (ATEN._fused_adamw_.default, 4, {"max_exp_avg_sqs": [], "state_steps": [], **ADAM}, 7),
+        (ATEN._fused_adam_.default, 5, {"state_steps": [], **ADAM, "amsgrad": True}, 9),
+        (ATEN._fused_sgd_.default, 3, {"is_first_step": False, **SGD}, 5),
+        (ATEN._fused_sgd_.default, 2, {"momentum_buffer_list": [], "is_first_step": False, **SGD}, 3),
+        (ATEN._fused_adagrad_.default, 3, {"state_steps": [], **ADAGRAD}, 5),
+        (ATEN._foreach_mul_.Scalar, 1, {"scalar": 0.9}, 2),
+        (ATEN._foreach_add_.List, 2, {}, 3),
+        (ATEN._foreach_lerp_.Scalar, 2, {"weight": 0.1}, 3),
+        (ATEN._foreach_addcdiv_.Scalar, 3, {}, 4),
+        (ATEN._foreach_sqrt.default, 1, {}, 2),
+        (ATEN._foreach_copy_.default, 2, {}, 2),
+        (ATEN._foreach_zero_.default, 1, {}, 1),
+    ],
+)
+def test_updates_of_optimizers_touch_what_they_read_and_write(
+    operator: Any, lists: int, named: dict[str, Any], elements: int, dtype: torch.dtype
+) -> None:
+    """AdamW reads a weight, its gradient and two moments, and writes all but the gradient: 28 bytes in fp32, 14 in bf16."""
+    with FakeTensorMode():
+        given = [[torch.empty(N, dtype=dtype)] for _ in range(lists)]
+        assert touched(operator, *given, **named) == elements * N * dtype.itemsize
+
+
+def test_only_what_reads_or_makes_data_is_a_kernel() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv()) as fake:
+        fake.allow_scalar_outputs = True
+        x, turned, rows = torch.empty(N, 4), torch.empty(N, 4), torch.empty(2, dtype=torch.long)
+        for packet in (torch.ops.prim.device, ATEN.detach, ATEN.alias, ATEN.empty_like, ATEN.is_pinned, ATEN.lift_fresh):
+            assert touched(packet.default, x) is None, packet
+        assert touched(ATEN.t_.default, turned) is None
+        assert touched(torch.ops.profiler._record_function_enter_new.default, "mark") is None
+        assert touched(ATEN.zero_.default, x) == touched(ATEN.zeros_like.default, x) == 16 * N
+        square, grad = torch.empty(N), torch.empty(N)
+        assert touched(ATEN.addcmul_.default, square, grad, grad) == 3 * 4 * N, "the gradient is read once"
+        assert touched(ATEN.add.out, square, grad, out=torch.empty(N)) == 3 * 4 * N
+        assert touched(ATEN.embedding.default, x, rows) == 2 * 8 + 2 * 2 * 16, "two rows are read, and two are made"
+        assert touched(ATEN._local_scalar_dense.default, torch.empty(())) == 4
 
 
 def test_attention_of_several_results_is_arithmetic_with_a_duration() -> None:
