@@ -71,7 +71,7 @@ test-browser: $(READY)  ## open the page of `teraio report` in a headless Chromi
 	test -n "$(CHROMIUM)" || $(RUN) -m playwright install chromium
 	CHROMIUM="$(CHROMIUM)" $(RUN) -m pytest tests/teraio/cli/report --timeout=600 $(ARGS)
 
-soak: $(READY)  ## train for thousands of iterations, train 50 times, read 10,000 damaged files, and print what the process holds
+soak: $(READY)  ## train for thousands of iterations, train 50 times, and print what the process holds
 	TEST_PROFILE=$${TEST_PROFILE:-long} OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest tests/soak -p no:logging --timeout=7200 $(ARGS)
 
 coverage: $(READY)  ## run the tests and tell which lines and branches of the three packages they reach

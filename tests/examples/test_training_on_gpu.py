@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,7 +60,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def setting(**fields: Any) -> dict[str, Any]:
-    tiny = {"backend": "eager", "model": SIZES["tiny"], "batch": 1, "text_bytes": 100_000, "device": "cuda"}
+    small = replace(SIZES["tiny"], layers=2, width=64, feed_forward=96, context=16)
+    tiny = {"backend": "eager", "model": small, "batch": 1, "text_bytes": 100_000, "device": "cuda"}
     return {**tiny, **fields}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import product
 from typing import Any
 
 import highspy
@@ -11,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner import Budgets, InfeasiblePlanError, Trace, floor
-from planner.ilp import CoarseSolution, coarse_solutions, rerun_shares
+from planner import Budgets, InfeasiblePlanError, Trace
+from planner.ilp import CoarseSolution, coarse_solutions
 from planner.ilp.classes import SegmentGrid, segments_of
 from planner.ilp.coarse import solve
 from planner.ilp.formulation import CoarseProgram, Resolution, coarse_program
@@ -24,7 +23,7 @@ from planner.schema import SolverReport, WaitingTier
 from ...thoroughness import by_profile
 from ..exhaustive import best_seconds, placements, small_problem, small_training
 from ..strategies import problems, training_problems
-from ..traces import Entry, block, hand, hardware, layers, staged, trace, transformer_trace
+from ..traces import Entry, block, hardware, layers, staged, trace, transformer_trace
 
 EXACT = SolverSettings(gap=0.0, threads=1)
 FULL = Resolution(max_segments=64, window=64)
@@ -40,32 +39,9 @@ def solved(problem: Problem) -> CoarseSolution:
     return solve(program_of(problem), relaxed=False, vertex=True, settings=EXACT)
 
 
-def least_of_all_choices(problem: Problem) -> float:
-    """The least objective over every choice of whole variables, in seconds: a linear program for each."""
-    built = program_of(problem)
-    program = built.model.program
-    whole = [variable for variable, is_whole in enumerate(program.whole) if is_whole]
-    least = float("inf")
-    for choice in product((0.0, 1.0), repeat=len(whole)):
-        for variable, value in zip(whole, choice, strict=True):
-            program.lower[variable] = program.upper[variable] = value
-        found = solve_program(program, EXACT, linear=True)
-        least = min(least, found.objective if found.optimal else float("inf"))
-    return least * built.unit_seconds
-
-
 def small_cases(make: Any, seed: int) -> list[Problem]:
     rng = random.Random(seed)
     return [make(rng, most_combinations=600) for _ in range(CASES)]
-
-
-@pytest.mark.parametrize("make", [small_problem, small_training])
-def test_no_choice_of_whole_variables_is_better_than_the_solution(make: Any) -> None:
-    for problem in small_cases(make, seed=1):
-        found = solved(problem)
-        assert found.report.status == "optimal" and found.report.objective_seconds is not None
-        assert found.report.objective_seconds == pytest.approx(least_of_all_choices(problem), rel=1e-6)
-        assert found.report.bound_seconds == pytest.approx(found.report.objective_seconds, rel=1e-6)
 
 
 @pytest.mark.parametrize("make", [small_problem, small_training])
@@ -187,22 +163,6 @@ def line(blocks: list[Entry], budget: int, *, stages: int = 6, seconds: float = 
     return Problem.of(made, Budgets(device_bytes=budget))
 
 
-def test_of_two_blocks_that_would_do_the_one_moves_that_copies_less() -> None:
-    problem = line([block(20, [0], [5]), block(10, [0], [5]), block(10, [2], [3])], 30)
-    found = solved(problem)
-    assert {problem.periods[index].block for index in found.tiers} == {1}
-    # Both copies hide behind the arithmetic. What is left is their weight: 0.5 % of a second out, a tenth of that in.
-    assert found.report.objective_seconds == pytest.approx(6.0 + 0.005 + 0.0005)
-
-
-def test_equal_blocks_are_chosen_alike_each_time() -> None:
-    """Which of two equal blocks leaves does not matter, but one does, and the same one in each run."""
-    problem = line([block(10, [0], [5])] * 2 + [block(10, [2], [3])], 20)
-    first = solved(problem)
-    assert len(first.tiers) == 1
-    assert [solved(problem).tiers for _ in range(3)] == [first.tiers] * 3
-
-
 def test_a_block_waits_in_one_of_two_tiers() -> None:
     """Host memory is four times as fast. There is room for one of the two blocks there."""
     problem = line([block(10, [0], [5])] * 2 + [block(20, [2], [3])], 20, host=True)
@@ -218,6 +178,9 @@ MIDDLE = block(10, [2], [3])
 @pytest.mark.parametrize(
     ("problem", "away", "seconds"),
     [
+        # Of two blocks that would do, the one that copies less moves. Both copies hide behind the arithmetic. What is left is
+        # their weight: 0.5 % of a second out, a tenth of that in.
+        pytest.param(line([FIRST, block(20, [0], [5]), MIDDLE], 30), 1, 6.0 + 0.005 + 0.0005, id="two sizes"),
         pytest.param(line([FIRST], 10), 0, 6.0, id="everything fits"),
         pytest.param(line([FIRST, MIDDLE], 10, seconds=0.0), 1, 2.0 + 0.005 + 0.0005, id="no time hides the copies"),
         # The weight of a copy out alone.
@@ -241,31 +204,6 @@ def test_objectives_worked_out_by_hand(problem: Problem, away: int, seconds: flo
     assert found.report.objective_seconds == pytest.approx(seconds)
     if away == 1:
         assert found.tiers == {0: "storage"}
-
-
-def test_an_iteration_that_takes_no_time_takes_what_its_copies_take() -> None:
-    """10 bytes leave in one second and come back in another; nothing hides them."""
-    problem = line([FIRST, MIDDLE], 10, seconds=0.0)
-    (exact, *_) = exact_candidates(*start_of(problem, solved(problem)), DEFAULT_WRITE_WEIGHT)
-    assert exact.timeline.iteration_seconds == pytest.approx(2.0)
-
-
-def test_a_copy_that_stays_valid_is_made_once() -> None:
-    made = hand("copy_stays_valid")
-    problem = Problem.of(made, Budgets(device_bytes=floor(made)[0]))
-    (best, *_) = sorted(exact_candidates(*start_of(problem, solved(problem)), 0.0), key=lambda each: each.cost)
-    for each in made.blocks:
-        out = [copy for copy in best.timeline.transfers if copy.block == each.id and copy.link.startswith("device->")]
-        assert len(out) <= max(len(each.writes), 1)
-    moved = best.timeline.moved_bytes
-    assert 0 < moved["device->storage"] < moved["storage->device"]
-
-
-@pytest.mark.parametrize(("rate", "again"), [(0.5, True), (1000.0, False)])
-def test_groups_run_again_where_links_are_slow(rate: float, again: bool) -> None:
-    made = layers(4, rate=rate)
-    problem = Problem.of(made, Budgets(device_bytes=41))
-    assert bool(rerun_shares(problem, RerunPlaces(made), EXACT)) == again
 
 
 # -- coarse time

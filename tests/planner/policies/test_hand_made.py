@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner import BudgetError, Budgets, InfeasiblePlanError, Trace, floor, plan, simulate
+from planner import BudgetError, Budgets, Trace, floor, plan, simulate
 
 from ..traces import HAND, hand, links, staged, subgroup, trace, trained
 
@@ -95,28 +95,6 @@ def test_a_block_that_waits_over_the_border_is_in_initial() -> None:
     assert [(placement.block, placement.tier) for placement in made.initial] == [(0, "storage")]
 
 
-def test_the_clean_block_is_dropped_and_the_dirty_one_stays() -> None:
-    trace = hand("clean_and_dirty")
-    (move,) = plan(trace, Budgets(device_bytes=25)).moves
-    assert trace.blocks[move.block].name == "clean"
-    assert move.offload is None
-
-
-def test_only_the_first_move_of_an_epoch_copies_out() -> None:
-    made = plan(hand("copy_stays_valid"), Budgets(device_bytes=15))
-    assert [move.offload is not None for move in sorted(made.moves, key=lambda m: m.after)] == [True, False]
-
-
-def test_both_tiers_work_side_by_side() -> None:
-    made = plan(hand("two_tiers"), Budgets(device_bytes=20))
-    assert {move.tier for move in made.moves} == {"host", "storage"}
-
-
-def test_without_room_below_there_is_no_plan() -> None:
-    with pytest.raises(InfeasiblePlanError, match="no room"):
-        plan(hand("chain"), Budgets(device_bytes=20, storage_bytes=9))
-
-
 def test_the_update_runs_on_the_host_where_that_is_faster() -> None:
     trace = hand("host_update")
     made = plan(trace, Budgets(device_bytes=40))
@@ -135,14 +113,6 @@ def test_the_update_runs_on_the_host_where_that_is_faster() -> None:
     with_little = plan(trace, Budgets(device_bytes=40, host_bytes=39))
     assert with_little.updates == ()
     assert simulate(trace, with_little).iteration_seconds == pytest.approx(6.0)
-
-
-def test_what_a_layer_makes_is_made_anew_where_copies_would_take_longer() -> None:
-    trace = hand("recompute")
-    made = plan(trace, Budgets(device_bytes=50))
-    assert [(each.group, each.at) for each in made.recompute] == [(0, 5)] and made.moves == ()
-    other = plan(trace, Budgets(device_bytes=50), policy="offload-only")
-    assert simulate(trace, other).iteration_seconds == pytest.approx(9.0)
 
 
 @pytest.mark.parametrize("policy", ["ilp", "belady"])

@@ -102,7 +102,7 @@ def budgets_for(made: Trace) -> list[Budgets]:
     return [Budgets(device_bytes=size) for size in sorted(sizes)]
 
 
-@pytest.mark.parametrize("rate", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("rate", [1.0, *(pytest.param(rate, marks=pytest.mark.long) for rate in (0.5, 2.0))])
 @pytest.mark.parametrize("name", sorted(path.stem for path in HAND.glob("*.json")))
 def test_no_policy_beats_the_bound_and_none_the_integer_program(name: str, rate: float) -> None:
     """The bound with blocks as shares and as a whole. Not every policy can plan under every budget."""

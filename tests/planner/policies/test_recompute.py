@@ -73,10 +73,6 @@ def test_all_groups_are_tried_at_one_place() -> None:
     assert places == [[(0, 2), (1, 2)], [(0, 3), (1, 3)]]
 
 
-def test_nothing_runs_again_where_everything_fits() -> None:
-    assert again(layers(rate=1.0), 40, "ilp") == (pytest.approx(6.0), [])
-
-
 def test_recomputation_lowers_the_floor_where_no_tier_can_be_used() -> None:
     made = layers(4)
     alone = made.rebuilt(hardware=links({}))
@@ -145,9 +141,3 @@ def test_whole_layers_keep_what_the_next_layer_reads() -> None:
     assert whole_layers(made, range(4)) == {0, 2, 3}
     assert whole_layers(made, range(4), span=2) == {0, 1, 2, 3}
     assert whole_layers(made, [1, 2]) == {2}
-
-
-def test_layers_inside_layers_are_whole_layers() -> None:
-    """What block 0 makes last is kept, although block 1 belongs to the same `stages.0`."""
-    names = [f"stages.0.blocks.{number}.mlp.{part}" for number in (0, 1) for part in ("up", "down")]
-    assert whole_layers(renamed(layers(4), names), range(4)) == {0, 2, 3}

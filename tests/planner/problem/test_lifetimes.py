@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from planner import Budgets, InfeasiblePlanError, Trace, TraceError, floor, inactive_periods, plan, simulate
+from planner import Budgets, InfeasiblePlanError, Trace, TraceError, inactive_periods, plan, simulate
 from planner.problem import Problem, block_activities, host_updatable, live_bytes, live_bytes_by_kind, mean_active_fraction
 
 from ..strategies import traces
-from ..traces import Entry, block, by_hand, hand, hardware, move, staged, subgroup, trace
+from ..traces import Entry, block, by_hand, hardware, move, staged, subgroup, trace
 
 
 def test_used_and_idle_seconds() -> None:
@@ -34,28 +34,12 @@ def test_used_and_idle_seconds() -> None:
     assert [each.clean for each in found] == [False, True, False, False, True]
 
 
-def test_a_block_that_lives_for_an_iteration_is_never_clean() -> None:
-    """A new block has no copy, even if no stage is known to write it."""
-    made = trace(staged("fff"), [block(10, [], [0, 2])])
-    assert not block_activities(made)[0].clean
-    assert [period.clean for period in inactive_periods(made)] == [False]
-
-
 def test_the_mean_counts_bytes_of_movable_blocks() -> None:
     sizes = [(30, [0], True), (10, [1], True), (1000, [0, 1], False)]
     made = trace(staged("ff", [1.0, 3.0]), [block(size, [], uses, "parameter", movable=moves) for size, uses, moves in sizes])
     assert mean_active_fraction(made) == pytest.approx((30 * 1 + 10 * 3) / (40 * 4))
     assert mean_active_fraction(trace(staged("f"))) == 0.0
     assert mean_active_fraction(trace(staged("f", 0.0), [block(10, [], [0])])) == 0.0, "an iteration of no time"
-
-
-def test_clean_periods_on_the_hand_made_traces() -> None:
-    def clean(name: str) -> dict[tuple[int, int], bool]:
-        return {(p.block, p.after): p.clean for p in inactive_periods(hand(name))}
-
-    assert clean("clean_and_dirty") == {(0, 0): False, (1, 0): True}
-    assert clean("copy_stays_valid") == {(0, 0): False, (0, 2): True}
-    assert clean("wrap") == {(0, 2): False}
 
 
 @given(traces())
@@ -92,16 +76,6 @@ def outliving(*blocks: Entry, workspaces: dict[int, int] | None = None, **fields
 
 def gradient(size: int, writes: list[int], reads: list[int], dies_after: int | None = 4, **more: Any) -> Entry:
     return block(size, writes, reads, "gradient", dies_after=dies_after, **more)
-
-
-def test_it_lives_until_then_and_may_leave_for_good() -> None:
-    made = outliving(gradient(10, [0], [1], 3))
-    assert live_bytes(made) == [10, 10, 10, 10, 0]
-    (period,) = inactive_periods(made)
-    assert (period.after, period.before, period.final, period.clean, period.last_leave) == (1, 4, True, True, 2)
-    (written,) = inactive_periods(outliving(gradient(10, [0, 1], [], 3)))
-    assert not written.clean
-    assert floor(outliving(gradient(10, [0], [1], 3), workspaces={3: 25})) == (25, 3)
 
 
 @pytest.mark.parametrize("policy", ["ilp", "device-updates", "teraio", "g10", "belady", "zero-infinity"])

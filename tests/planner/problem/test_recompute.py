@@ -75,11 +75,6 @@ def test_subgroups_are_numbered_anew() -> None:
     assert recomputed(trained, chosen((1, 4))).subgroups[0].stage == 6
 
 
-def test_nothing_chosen_changes_nothing() -> None:
-    trace = layers()
-    assert recomputed(trace, ()) is trace
-
-
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [

@@ -180,20 +180,6 @@ def test_a_dropped_block_and_the_one_made_anew_both_may_move() -> None:
     assert timeline.iteration_seconds == pytest.approx(7.0 + 1.0)
 
 
-def test_a_move_of_the_input_of_a_re_run() -> None:
-    # a0 waits in storage until forward/1 runs again before backward/1: uses 0, 1, then derived stage 4.
-    timeline = replayed(layers(), 31, move(0, 1, 4, 4), again={1: 4})
-    assert timeline.iteration_seconds == pytest.approx(7.0 + 2.0)  # stage 2 waits for the copy out, the re-run for the copy in
-    assert [transfer.block for transfer in timeline.transfers] == [0, 0]
-
-
-def test_moves_must_fit_the_uses_with_re_runs() -> None:
-    with pytest.raises(InfeasiblePlanError, match="between stages 1 and 5, which are not consecutive uses"):
-        replayed(layers(), 40, move(0, 1, 5, 5), again={0: 5})
-    with pytest.raises(PlanError, match="recomputes group 7"):
-        replayed(layers(), 40, again={7: 5})
-
-
 def test_a_plan_of_the_derived_trace_and_its_folded_form_are_replayed_alike() -> None:
     made, pairs = layers(), (Recompute(group=0, at=4),)
     derived = recomputed(made, pairs)

@@ -64,12 +64,6 @@ def test_user_code_cannot_reach_activations_and_buffers(kind: str) -> None:
     assert timeline.stages[1].stall_seconds == 0
 
 
-def test_without_user_code_nothing_waits() -> None:
-    blocks = [used("parameter", 10, 0, 4)] * 2
-    moves = [(0, 0, 0, 3, 4), (1, 0, 0, 3, 4)]
-    assert simulate(*planned("fbffo", blocks, moves)).stages[1].stall_seconds == 0
-
-
 def test_a_copy_in_that_has_begun_ends_before_user_code_and_the_next_is_held_back() -> None:
     """Both are queued when stage 3 is reached. The first comes in while stage 3 runs and user code waits, the second after it."""
     blocks = [used("parameter", 20, 0, 6), used("parameter", 10, 0, 6)]
@@ -282,11 +276,3 @@ def test_what_a_parameter_may_not_do(moves: list[Entry], message: str) -> None:
 def test_subgroups_cannot_take_longer_than_their_stage() -> None:
     with pytest.raises(TraceError, match=r"subgroups up to 1 take 2\.0 s of stage 3, which lasts 1\.0 s"):
         training((1.0, 1.0, 1.0, 1.0), subgroups=2)
-
-
-def test_no_prefetch_takes_the_room_that_the_next_stage_needs() -> None:
-    """Stage 2 needs all the memory: a copy in that is queued as stage 1 ends must wait for it."""
-    made = trace(staged("uuuu", 1.0, {2: 20}), [block(20, [], [3], "parameter")], hardware(rate=20.0))
-    found = simulate(made, by_hand(made, 20, [move(0, 3, 7, 6, out=False)], away={0: "storage"}))
-    assert found.iteration_seconds == pytest.approx(5.0)
-    assert lower_bound_seconds(Problem.of(made, Budgets(device_bytes=20))) <= 5.0

@@ -53,15 +53,6 @@ def test_files_are_private_reserved_and_opened_as_told(folders: list[Path], monk
     store.close()
 
 
-def test_the_storage_budget_is_named_with_what_is_in_use(tmp_path: Path) -> None:
-    store = PosixStore([tmp_path], budget_bytes=6 * MIB)
-    store.allocate(5 * MIB, "weights")
-    what = r"\(5,242,880 in use\), but the storage_budget allows 6,291,456; raise storage_budget or"
-    with pytest.raises(StorageFullError, match=what):
-        store.allocate(2 * MIB, "one too many")
-    store.close()
-
-
 @pytest.mark.parametrize("call", ["write", "read"])
 def test_an_io_error_names_file_block_and_errno(plain_store: PosixStore, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     slot, memory = plain_store.allocate(MIB, "layers.3.weight"), Memory(MIB)
@@ -88,13 +79,6 @@ def test_a_file_that_is_cut_short_between_writes(plain_store: PosixStore, call: 
         else:
             COPIES[call](plain_store, second, memory.address)
     assert raised.value.path == str(first.extents[0].path)
-
-
-def test_a_real_refusal_of_the_operating_system(plain_store: PosixStore) -> None:
-    slot = plain_store.allocate(MIB, "weights")
-    with pytest.raises(StorageIOError) as raised:
-        write_slot(plain_store, slot, 1 << 60)  # no such memory
-    assert raised.value.errno == errno.EFAULT
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])

@@ -113,12 +113,6 @@ def test_the_page_cache_is_the_last_resort(
     close(path)
 
 
-def test_the_page_cache_can_be_forced(tmp_path: Path) -> None:
-    path = choose_path(cpu_candidates([tmp_path], budget_bytes=None), open_engine=QuickEngine, forced="buffered")
-    assert path.name == "buffered" and not path.store.direct
-    close(path)
-
-
 def test_direct_io_that_is_refused_cannot_be_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_direct_io(monkeypatch)
     with pytest.raises(UnsupportedError) as raised:
