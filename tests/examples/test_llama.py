@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_the_loss_and_its_gradients_are_those_of_transformers(tied: bool, dtype:
     """In fp64, grouped queries share their keys and values within the kernel."""
     transformers = pytest.importorskip("transformers", reason="in the extra dev")
     torch.manual_seed(0)
-    ours = llama(replace(SMALL, tied=tied), dtype=dtype)
+    ours: Any = llama(replace(SMALL, tied=tied), dtype=dtype)
     config = transformers.LlamaConfig(
         hidden_size=SMALL.width,
         intermediate_size=SMALL.feed_forward,
@@ -65,7 +66,7 @@ def test_the_loss_and_its_gradients_are_those_of_transformers(tied: bool, dtype:
         tie_word_embeddings=tied,
     )
     theirs = transformers.LlamaForCausalLM(config).to(dtype)
-    pairs = [(ours.tokens, theirs.model.embed_tokens), (ours.norm, theirs.model.norm)]
+    pairs: list[tuple[Any, Any]] = [(ours.tokens, theirs.model.embed_tokens), (ours.norm, theirs.model.norm)]
     for one, other in zip(ours.layers, theirs.model.layers, strict=True):
         a, f, s, m = one.attention, one.feed_forward, other.self_attn, other.mlp
         pairs += [(one.attention_norm, other.input_layernorm), (one.feed_forward_norm, other.post_attention_layernorm)]
