@@ -275,8 +275,11 @@ def manage_optimizer(optimizer: torch.optim.Optimizer, *, master_weights: bool =
 
 
 def reset() -> None:
-    """End all training runs: bring every block back to the device and remove the spill files. Waits until that is done.
+    """End all training runs: bring blocks back to the device, and remove the spill files. Waits until that is done.
 
+    On a GPU all blocks come back if it has room for all. Otherwise, and on the CPU, as many come back as the budget holds. The
+    others stay where they wait, without a name in the file system, as long as their tensors live: on the CPU they are read and
+    written there, on a GPU those in the host tier are, and those on drives raise an error. The next run takes them over.
     Compiled models must be compiled again (`torch._dynamo.reset()`) before they train on.
     """
     _registry().reset()

@@ -84,8 +84,17 @@ def compile_in_place(model: _Compiled, options: Options, *, dynamic: bool | None
     if not isinstance(model, torch.nn.Module):
         return cast(_Compiled, torch.compile(model, **given))
 
+    if _show_in_main_memory not in model._state_dict_hooks.values():
+        model.register_state_dict_post_hook(_show_in_main_memory)  # type: ignore[no-untyped-call]
     model._compiled_call_impl = torch.compile(_with_code_of_its_own(_caller(model)), **given)
     return model
+
+
+def _show_in_main_memory(model: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Put tensors in main memory in the place of those that are away from a GPU, for whoever saves them."""
+    for name, value in state.items():
+        if name.startswith(prefix) and type(value) is torch.Tensor:  # with keep_vars, the parameters themselves are wanted
+            state[name] = registry.REGISTRY.in_main_memory(value)
 
 
 def _caller(self: torch.nn.Module) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from planner.errors import TeraioError, UnsupportedError
 from runtime.device import MIN_MOVED_BYTES
-from runtime.paging import StorageOwnership, given_away
+from runtime.paging import PLAIN, given_away
 from runtime.system import uninterrupted
 from teraio.machine import Shared
 from teraio.optimizer import ProcessSteps, keep_masters
@@ -59,7 +59,7 @@ class Registry:
         Makes it the first time, which waits for measurements, and for the other ranks of this machine; see `teraio.ranks`. Raises
         what `TrainingRun` raises.
         parameters: of the graph that is compiled. If another run manages all of them, the model is compiled again: that run ends,
-        and this one takes over, which waits until all blocks of the other run are on the device.
+        and this one takes over what it has left, see `TrainingRun.close`.
         """
         with uninterrupted():
             key = (options, device)
@@ -94,7 +94,7 @@ class Registry:
             )
         optimizers = [optimizer for run in ending for optimizer in run.optimizers()]
         if ending:
-            logger.info("the model is compiled again: its run with other options ends, and all blocks come back to the device")
+            logger.info("the model is compiled again: its run with other options ends")
         _close_all(ending, replaced=True)
         return optimizers
 
@@ -204,6 +204,21 @@ class Registry:
                 held.enter_context(run.on_device(wanted))
             yield
 
+    def in_main_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in main memory over the content of one that is away from its GPU; `tensor` itself where it can be read.
+
+        Nothing is copied, and the content's slot stays its own while the result lives. Waits for the device.
+        """
+        if tensor.device.type == "cpu" or type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+            return tensor
+        storage = next((found for run in self.runs() if (found := run.map_away(tensor)) is not None), None)
+        if storage is None:
+            storage = self.shared.ownership.map_left(tensor.untyped_storage())
+        if storage is None:
+            return tensor
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
     def park(self) -> Parked:
         """Let everything leave the devices of all runs that can. See `teraio.park`."""
         began, runs = time.perf_counter(), self.runs()
@@ -230,13 +245,13 @@ class Registry:
             run.manage_optimizer(optimizer)
 
     def reset(self) -> None:
-        """End all runs: bring every block back to the device, remove spill files. See `teraio.reset`."""
+        """End all runs. See `teraio.reset`."""
         with uninterrupted():
             with self._lock:
                 runs = list(self._runs.values())
                 self._runs.clear()
             _close_all(runs)
-            self.shared.ownership = StorageOwnership()  # what was given away may have come back
+            self.shared.ownership.forget_stays()  # what was given away may have come back
 
 
 def _close_all(runs: Iterable[TrainingRun], *, replaced: bool = False) -> None:
@@ -258,5 +273,5 @@ def _show_messages() -> None:
 
 
 REGISTRY = Registry()
-STEPS = ProcessSteps(REGISTRY.runs)
+STEPS = ProcessSteps(REGISTRY.runs, in_main_memory=REGISTRY.in_main_memory)
 """Its hooks are there before the first step: this module is imported when `torch.compile` is called with the backend's name."""

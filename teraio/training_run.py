@@ -367,6 +367,11 @@ class TrainingRun:
         """Manage the states of these optimizers as soon as their parameters are blocks, if it manages optimizers at all."""
         self._steps.expect(optimizers)
 
+    def map_away(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """Return main memory over the content of a tensor that is not on its device, see `Tiers.map`; None if it is there."""
+        with uninterrupted():
+            return self._pager.map_away(tensor)
+
     def count_managed(self, tensors: Sequence[torch.Tensor]) -> int:
         """Return how many of these tensors it manages."""
         return sum(self._pager.known_block(tensor) is not None for tensor in tensors)
@@ -471,7 +476,7 @@ class TrainingRun:
             if not self._phase.managed:
                 self._observer.recorder.woken()
                 with uninterrupted(), self._machine.device.region():
-                    self._pager.bring_back_all()
+                    self._pager.closing.bring_back()
                     self._pager.leave_region()  # nobody tells the pager what unmanaged passes write
         return self._phase.managed
 
@@ -494,7 +499,10 @@ class TrainingRun:
         return self._pager.size_bytes(movable=True) + self._pager.size_bytes(movable=False)
 
     def close(self, *, replaced: bool = False) -> None:
-        """Bring every block back to the device, remove hooks and files. Waits until that is done; a signal waits as well.
+        """Bring blocks back to the device, remove hooks and files. Waits until that is done; a signal waits as well.
+
+        On a GPU all come back if the device has room for all; otherwise, and on the CPU, as many as the budget holds. The others
+        stay in their tiers, see `Closing.leave_behind`.
 
         replaced: another run takes over; this one refuses forward passes from now on.
         """
@@ -507,17 +515,26 @@ class TrainingRun:
         self._calls.close()
         ending, self._phase = self._phase, ClosedPhase(self._context)
         ending.end()
-        self._machine.lift_limit()
         try:
             with self._machine.device.region():
                 self._recompute_dropped()
-                self._pager.bring_back_all()
+            if self._pager.closing.away_bytes() <= self._machine.free_bytes():
+                self._pager.account.budget_bytes = None
+                self._machine.lift_limit()
+            with self._machine.device.region():
+                self._pager.closing.bring_back()
         finally:
-            self._machine.close()
+            try:
+                left_bytes = self._pager.closing.leave_behind()
+            finally:
+                self._machine.close()
+        if left_bytes:
+            logger.info(
+                "%s bytes did not fit the device and stay where they are, as long as their tensors live", f"{left_bytes:,}"
+            )
 
     def _recompute_dropped(self) -> None:
         """Recompute what a backward pass that is still due will read: it runs unmanaged."""
-        self._pager.account.budget_bytes = None
         reruns = Reruns(self._pager, self._observer, self._meter)
         for block in self._pager.blocks:
             try:

@@ -138,6 +138,12 @@ class CpuMemory:
         """Replace the files mapped over `target` by the pages of `source`, in one atomic step. `source` ends."""
         _check(self._pool.teraio_install_pages(source.address, target.address), "mremap", source.length_bytes)
 
+    def bring_in(self, span: Span) -> None:
+        """Replace the files mapped over `span` by pages with what is read there. Waits for it."""
+        pages = self.take_pages(span.length_bytes)
+        ctypes.memmove(pages.address, span.address, span.length_bytes)
+        self.install_pages(pages, span)
+
     def drop_pages(self, span: Span) -> None:
         """Give back the pages of `take_pages`."""
         self._pool.teraio_drop(span.address)

@@ -41,6 +41,14 @@ class CpuMover:
         if adopt and not owners.stays(storage):
             self._memory.adopt(storage)
         span = self._memory.span(storage)
+        left = owners.left_behind(storage)
+        if span is not None and left is not None:
+            if not adopt:
+                return None
+            if left.slot.file is not None:
+                left.slot.file.check(left.slot.name)  # where it is mapped beyond its end, a read would end the process
+            self._memory.bring_in(span)
+            owners.taken(storage)
         return span if span is not None and owners.claim(storage, self.tiers) else None
 
     def replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
@@ -142,6 +150,9 @@ class CpuMover:
         self.tiers.leave_file(block, span.address)
         self._memory.map_files(span, slot_of(block).extents, keep_pages=False, shared=self.tiers.mapped)
         return True
+
+    def leave_behind(self, block: Block) -> None:
+        self.tiers.leave_behind(block)
 
     def forget(self, block: Block) -> None:
         self.tiers.forget(block)

@@ -16,7 +16,7 @@ from planner.schema import WaitingTier
 from runtime.cuda.host_copies import HostCopies, LastPoint, QueuedRange
 from runtime.device import COMPUTE, INWARD, OUTWARD, USER, Event, Lane, Span, Streams
 from runtime.paging import DROPPED, POISON, Block, Done, Tiers, dropped_message, slot_of, storage_of
-from runtime.storage import Extent, RangeCopy, Slot, slot_range
+from runtime.storage import Extent, RangeCopy, Slot, cut_slot, slot_range
 from runtime.system import storage_swap
 
 # The end of a copy out or in that the device may not have ended yet; the storage, which it keeps alive (rule 5); and the
@@ -69,8 +69,30 @@ class StreamMover:
 
     def span(self, storage: torch.UntypedStorage, *, adopt: bool = False) -> Span | None:
         """Return the whole storage; nothing has to be moved for it: all of the device's own memory can be given back."""
+        if self.tiers.ownership.left_behind(storage) is not None:
+            if not adopt or self.tiers.ownership.stays(storage):
+                return None
+            self._take_over(storage)
         mine = self._streams.can_move(storage) and self.tiers.ownership.claim(storage, self.tiers)
         return _span(storage.nbytes()) if mine else None
+
+    def _take_over(self, storage: torch.UntypedStorage) -> None:
+        """Bring in what an earlier run has left: by a copy from the memory that stands in for it, or from its drive. Waits."""
+        left = self.tiers.ownership.left_behind(storage)
+        if left is None:
+            return
+        area = self._streams.allocate(storage.nbytes())
+        for event in (self._computed.event(), self._streams.record(USER)):
+            event.wait()
+        address = storage_swap.address(storage)
+        if address:
+            self._streams.copy(INWARD, target=area.data_ptr(), source=address, size_bytes=storage.nbytes())
+            self._streams.record(INWARD).wait()
+        else:
+            for chunk in cut_slot(left.slot, left.slot.size_bytes):
+                left.store.read_chunk(left.slot, chunk, area.data_ptr() - left.slot.lead_bytes)
+        storage_swap.install(storage, area)
+        self.tiers.ownership.taken(storage)
 
     def replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
         if len(blocks) == 1:  # a stage has met one again: as fast as can be
@@ -271,6 +293,12 @@ class StreamMover:
             self._of_forgotten.append(leaving)  # the copy out still reads its memory (rule 5)
         self.tiers.forget(block)
 
+    def leave_behind(self, block: Block) -> None:
+        storage = storage_of(block)
+        if not storage_swap.address(storage):
+            storage_swap.close(storage, _left_on_drive(block))
+        self.tiers.leave_behind(block)
+
     def close(self) -> None:
         """Wait until the device has ended all copies. The memory of the host tier may be freed next."""
         for lane in Lane:
@@ -299,4 +327,12 @@ def _not_here(block: Block) -> str:
     return (
         f"{block.name} ({block.kind}, {block.size_bytes:,} bytes) is not in memory: teraio has moved it to {block.tier}. "
         "Use it inside `with teraio.on_device([tensor]):`, raise memory_budget, or give a host_budget that holds it"
+    )
+
+
+def _left_on_drive(block: Block) -> str:
+    return (
+        f"{block.name} ({block.kind}, {block.size_bytes:,} bytes) is not in memory: when teraio's run ended, neither the device "
+        f"nor the host tier had room, and it stayed in {block.tier}. Compile the model again to train on, or give a host_budget "
+        "that holds it"
     )

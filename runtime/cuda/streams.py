@@ -173,6 +173,11 @@ class CudaStreams:
         return torch.cuda.memory_reserved(self.device)
 
     @property
+    def free_bytes(self) -> int:
+        """Bytes of the GPU that PyTorch could allocate, in pieces or not."""
+        return torch.cuda.mem_get_info(self.device)[0] + self.reserved_bytes - self.allocated_bytes
+
+    @property
     def retries(self) -> int:
         """How often the allocator had to wait for the GPU and take free memory away to serve a request. Takes some 50 µs."""
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))

@@ -13,15 +13,14 @@ ended by then. A stage that needs the block waits until then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from planner.errors import ChecksumError, StorageError
+from planner.errors import StorageError
 from runtime.device import DeviceMemoryError
-from runtime.paging.block import DROPPED, OFFLOADED, OFFLOADING, ON_DEVICE, PREFETCHING, UPDATING, Block
+from runtime.paging.block import OFFLOADED, OFFLOADING, ON_DEVICE, PREFETCHING, UPDATING, Block
 from runtime.paging.mover import in_file
 from runtime.paging.room import PrefetchQueue, RoomMaker, out_of_memory
 from runtime.paging.state import PagerState, awaited
@@ -207,7 +206,7 @@ class Stages:
             self._transitions.sweep()
             self._transitions.forget_replaced()
             account.external_bytes = self.device.external_bytes(account.used_bytes + account.fixed_bytes)
-            self._mover.invalidate(self._in_reach_and_away())
+            self._mover.invalidate(in_reach_and_away(self.table))
             self._prefetches.in_user_code = False
 
     def leave_region(self) -> None:
@@ -230,13 +229,6 @@ class Stages:
         """Those that have memory on the device, or lent slots."""
         return [block for block in self.account.here if block.user_visible]
 
-    def _in_reach_and_away(self) -> Iterator[Block]:
-        """Those to whose stand-ins user code may have written. The mover may not want to know: then nobody loops."""
-        for block in self.table:
-            held = block.storage() if block.user_visible and block.state is OFFLOADED else None
-            if held is not None:
-                yield block
-
     def _wait_until_still(self, visible: Sequence[Block]) -> None:
         while True:
             for block in [b for b in self.account.queued_offloads if b.user_visible]:  # each wait may add some
@@ -245,60 +237,13 @@ class Stages:
                 return
             self._signal.wait("for blocks that user code can reach")
 
-    # -- the end
 
-    def bring_back_all(self) -> None:
-        """Bring every block to the device that was not dropped, whatever the budget. Waits until all copies have ended.
-
-        Raises ChecksumError if some came back different; all others are back then.
-        """
-        with self._lock:
-            self._prefetches.take()
-            damage: list[ChecksumError] = []
-            if not self._fetched_all(damage):
-                self._signal.out_of_memory = None
-                self.device.give_back_memory()  # what is free in pieces serves in other sizes then
-                self._fetched_all(damage)
-                self._signal.raise_out_of_memory()
-            for block in [block for block in self.table if block.state is ON_DEVICE]:
-                with _kept(damage):
-                    self._mover.wait_resident([block])
-            if damage:
-                raise damage[0]
-
-    def _fetched_all(self, damage: list[ChecksumError]) -> bool:
-        """Ask once for each block that is away, and wait until all copies have ended. False at once if memory runs out.
-
-        damage: gets what says that a block came back different.
-        """
-        asked: set[Block] = set()
-        while True:
-            for block in list(self.account.queued_offloads):
-                self._transitions.keep(block)
-            self._transitions.sweep()
-            self._transitions.forget_replaced()
-            with _kept(damage):
-                self._mover.invalidate(self._in_reach_and_away())
-            for block in [block for block in self.table if block.state is OFFLOADED and block not in asked]:
-                asked.add(block)
-                self._transitions.begin_prefetch(block)
-            with _kept(damage):
-                self._signal.raise_failure()
-            if self._signal.out_of_memory is not None:
-                return False
-            still = (ON_DEVICE, DROPPED, OFFLOADED) if damage else (ON_DEVICE, DROPPED)
-            if all(block.state in still for block in self.table):
-                return True
-            self._signal.wait(lambda: awaited(list(self.table)))
-
-
-@contextmanager
-def _kept(damage: list[ChecksumError]) -> Iterator[None]:
-    """Keep what says that a block came back different, to raise it when all others are back."""
-    try:
-        yield
-    except ChecksumError as error:
-        damage.append(error)
+def in_reach_and_away(table: Iterable[Block]) -> Iterator[Block]:
+    """Those to whose stand-ins user code may have written. The mover may not want to know: then nobody loops."""
+    for block in table:
+        held = block.storage() if block.user_visible and block.state is OFFLOADED else None
+        if held is not None:
+            yield block
 
 
 class Lending:

@@ -7,17 +7,18 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from runtime.storage import map_slot
 from runtime.system import all_objects
 
 if TYPE_CHECKING:
     from planner.schema import WaitingTier
     from runtime.device import Span
-    from runtime.storage import Slot
+    from runtime.storage import Slot, Store
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # the types of tensors that wrap no other one
 UNNAMED = "made before it is in a graph"  # until a graph or an optimizer takes the block, and names it
@@ -226,6 +227,19 @@ def _all_tensors() -> Iterable[torch.Tensor]:
 _Claim = tuple[weakref.ref[object], weakref.ref[torch.UntypedStorage]]
 
 
+class LeftBehind(NamedTuple):
+    """Where a run that has ended has left the content of a storage. release: of the slot; not `alive` if the storage is gone.
+
+    lead_bytes: where it begins in the slot. reader: what is mapped over the slot.
+    """
+
+    release: weakref.finalize[..., torch.UntypedStorage]
+    store: Store
+    slot: Slot
+    lead_bytes: int
+    reader: weakref.ref[torch.UntypedStorage] | None = None
+
+
 class StorageOwnership:
     """Records which mover owns which storage. All movers that can meet the same storages must share one object.
 
@@ -236,6 +250,7 @@ class StorageOwnership:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._claims: dict[int, _Claim] = {}  # by block key
+        self._left: dict[int, LeftBehind] = {}  # likewise; of dead storages until another one gets the key
 
     def claim(self, storage: torch.UntypedStorage, owner: object) -> bool:
         """Make `owner` the owner of the storage if there is none. Return whether `owner` owns it now."""
@@ -256,6 +271,47 @@ class StorageOwnership:
         with self._lock:
             known = self._claims.get(storage._cdata)
             return known is not None and known[0]() is self and known[1]() is storage
+
+    def forget_stays(self) -> None:
+        """End `leave`: others may have let go of the memory."""
+        self.give_up_all(self)
+
+    # -- what runs that have ended have left in their tiers
+
+    def leave_behind(self, storage: torch.UntypedStorage, store: Store, slot: Slot, lead_bytes: int) -> None:
+        """The content stays in a slot, from `lead_bytes` on, until the storage dies or `taken` is called: that releases the slot.
+
+        A file of the user that the slot is in stays open as long.
+        """
+        release = weakref.finalize(storage, store.keep(slot))
+        release.atexit = False
+        with self._lock:
+            self._left[storage._cdata] = LeftBehind(release, store, slot, lead_bytes)
+
+    def left_behind(self, storage: torch.UntypedStorage) -> LeftBehind | None:
+        """Return where the content of the storage was left; None if it was not left anywhere."""
+        left = self._left.get(storage._cdata) if self._left else None
+        return left if left is not None and left.release.alive else None
+
+    def map_left(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        """Return main memory over what was left of a storage, see `Tiers.map`; None if nothing was."""
+        left = self.left_behind(storage)
+        if left is None:
+            return None
+        with self._lock:
+            found = None if left.reader is None else left.reader()
+            if found is None:
+                found = map_slot(left.slot, left.lead_bytes, storage.nbytes())
+                weakref.finalize(found, left.store.keep(left.slot)).atexit = False
+                self._left[storage._cdata] = left._replace(reader=weakref.ref(found))
+            return found
+
+    def taken(self, storage: torch.UntypedStorage) -> None:
+        """The content is elsewhere now: release its slot."""
+        with self._lock:
+            left = self._left.pop(storage._cdata, None)
+        if left is not None:
+            left.release()
 
     def give_up(self, key: int, owner: object) -> None:
         """End the ownership of `owner` over the storage with this key, if there is one."""

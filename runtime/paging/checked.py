@@ -136,6 +136,9 @@ class CheckedMover:
                 self.distrust(block)
         self._mover.invalidate(changed)
 
+    def leave_behind(self, block: Block) -> None:
+        self._mover.leave_behind(block)
+
     def forget(self, block: Block) -> None:
         self._sums.pop(block, None)
         self._dropped.pop(block, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from planner.errors import StorageError, StorageFullError, UnsupportedError
 from planner.schema import WaitingTier
 from runtime.device import Span
 from runtime.paging.block import Block, StorageOwnership
-from runtime.storage import FileSpace, RangeCopy, Slot, Store, cut_slot, slot_range
+from runtime.storage import FileSpace, RangeCopy, Slot, Store, cut_slot, map_slot, slot_range
 from runtime.transfer import Engine, Ready, Transfer
 
 _WRITTEN_BYTES = 8 << 20  # a block that leaves its file is written in pieces of this size
@@ -43,7 +44,8 @@ class Mover(Protocol):
     def span(self, storage: torch.UntypedStorage, *, adopt: bool = False) -> Span | None:
         """Return the part of `storage` that can leave the device; None if the storage has to stay.
 
-        adopt: move its data to memory that it can leave from, unless it is there or must stay where it is. Waits for that.
+        adopt: move its data to memory that it can leave from, unless it is there or must stay where it is. Waits for that. So
+        comes in what an earlier run has left in its tiers; without that, it has to stay.
         """
 
     def replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
@@ -101,6 +103,9 @@ class Mover(Protocol):
     def invalidate(self, blocks: Iterable[Block]) -> None:
         """The slots of blocks that are away may be changed, or were: by user code through what stands in for them, or by the
         host's processor. Drop what is cached or known of their content. Raises ChecksumError after the last one."""
+
+    def leave_behind(self, block: Block) -> None:
+        """The run ends, and the block is away: its slot stands in for it until its storage dies or another run takes it over."""
 
     def forget(self, block: Block) -> None:
         """The block is gone: free its slot."""
@@ -162,6 +167,9 @@ class NullMover:
     def invalidate(self, blocks: Iterable[Block]) -> None:
         """None is away."""
 
+    def leave_behind(self, block: Block) -> NoReturn:
+        raise nowhere()
+
     def forget(self, block: Block) -> None:
         """It has no slot."""
 
@@ -196,6 +204,8 @@ class Tiers:
         self.mapped = mapped
         self._tiers = {tier.name: tier for tier in tiers}
         self._transfers: dict[Block, Transfer] = {}
+        self._readers: dict[Slot, weakref.ref[torch.UntypedStorage]] = {}  # what is mapped over slots
+        self._unread: dict[Slot, Store] = {}  # no block has these any more; they are released when nobody reads them
 
     def __iter__(self) -> Iterator[Tier]:
         return iter(self._tiers.values())
@@ -236,6 +246,8 @@ class Tiers:
 
     def _allocate(self, block: Block, tiers: Sequence[Tier]) -> tuple[Tier, Slot]:
         """Return a slot in the first of `tiers` with room. Raises StorageFullError if none has."""
+        if self._unread:
+            self._release_unread()
         full: StorageFullError | None = None
         try:
             for tier in tiers:
@@ -319,8 +331,43 @@ class Tiers:
     def free(self, block: Block) -> None:
         """Free the block's slot, if it has one. A copy in of it has ended, or the device will wait for it before others write."""
         if block.slot is not None:
-            self.of(block).store.release(block.slot)
+            store = self.of(block).store
+            if self._readers and self._reader(block.slot) is not None:
+                self._unread[block.slot] = store
+            else:
+                store.release(block.slot)
             block.slot = block.tier = None
+
+    def _release_unread(self) -> None:
+        """Release what no block has any more, and what nobody reads any more."""
+        for slot in [slot for slot in self._unread if self._reader(slot) is None]:
+            self._unread[slot].release(slot)
+            del self._unread[slot]
+        self._readers = {slot: reader for slot, reader in self._readers.items() if reader() is not None}
+
+    def _reader(self, slot: Slot) -> torch.UntypedStorage | None:
+        reader = self._readers.get(slot)
+        return None if reader is None else reader()
+
+    def map(self, block: Block) -> torch.UntypedStorage:
+        """Return a storage in main memory over the slot of a block that is away: one for all who ask while it lives.
+
+        The slot is given to no other block meanwhile. What is written to the storage does not reach the slot.
+        """
+        self._release_unread()
+        slot = slot_of(block)
+        found = self._reader(slot)
+        if found is None:
+            found = map_slot(slot, _lead_bytes(block), block.size_bytes)
+            self._readers[slot] = weakref.ref(found)
+            weakref.finalize(found, self.of(block).store.keep(slot)).atexit = False
+        return found
+
+    def leave_behind(self, block: Block) -> None:
+        """Leave the slot of a block that is away to its storage, see `StorageOwnership.leave_behind`."""
+        store, slot = self.of(block).store, slot_of(block)
+        self.ownership.leave_behind(storage_of(block), store, slot, _lead_bytes(block))
+        block.slot = block.tier = None
 
     def forget(self, block: Block) -> None:
         """The block is gone: no copy of it is queued or running, and none will be. Free its slot and give its storage up."""
@@ -329,7 +376,7 @@ class Tiers:
         self.free(block)
 
     def close(self) -> None:
-        """Give up all storages, which must be on the device."""
+        """Give up all storages, which must be on the device or left behind."""
         self.ownership.give_up_all(self)
 
     # -- copies by threads
@@ -398,6 +445,11 @@ def span_of(block: Block) -> Span:
 def in_file(block: Block) -> bool:
     """Whether the block's slot is in a file of the user, so that nobody may write it."""
     return block.slot is not None and block.slot.file is not None
+
+
+def _lead_bytes(block: Block) -> int:
+    """Return where the block begins in its slot: a device with pages copies them whole, with what lies before the block."""
+    return slot_of(block).lead_bytes or span_of(block).lead_bytes
 
 
 def slot_of(block: Block) -> Slot:

@@ -17,8 +17,9 @@ import torch
 from planner.errors import StorageFullError, UnsupportedError
 from planner.schema import WaitingTier
 from runtime.device import MIN_MOVED_BYTES, CpuDevice, Device
-from runtime.paging.around import Lending, Stages
-from runtime.paging.block import ON_DEVICE, PLAIN, UNNAMED, Block, Source, holder_of
+from runtime.paging.around import POLL_SECONDS, Lending, Stages
+from runtime.paging.block import OFFLOADED, ON_DEVICE, PLAIN, UNNAMED, Block, Source, holder_of
+from runtime.paging.closing import Closing
 from runtime.paging.mover import Mover, NullMover
 from runtime.paging.parking import Parking
 from runtime.paging.room import PrefetchQueue, RoomMaker
@@ -36,8 +37,8 @@ class Pager(Stages):
     busy_seconds: returns for how long each link has been copying. condition, now_seconds: lock and clock; tests pass their own.
 
     account, table, condition: to look at; `table` only while `condition` is held. can_move: whether there is anywhere to move
-    blocks to. lending: lends slots to updates. parking: empties the device. iteration: number of the iteration that runs; kept by
-    the timeline.
+    blocks to. lending: lends slots to updates. parking: empties the device. closing: ends its work. iteration: number of the
+    iteration that runs; kept by the timeline.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Pager(Stages):
         super().__init__(state, transitions, PrefetchQueue(state, transitions), RoomMaker(state, transitions))
         self.lending = Lending(state, transitions)
         self.parking = Parking(state, self._prefetches, self._room)
+        self.closing = Closing(state, transitions, self._prefetches)
 
     @property
     def has_drives(self) -> bool:
@@ -156,7 +158,36 @@ class Pager(Stages):
             return False
         known = self.known_block(tensor)
         storage = holder_of(tensor).untyped_storage()
+        if known is None and self._tiers.ownership.left_behind(storage) is not None:
+            self._make_room_for_left(storage.nbytes())
         return (known.span if known is not None else self._mover.span(storage, adopt=True)) is not None
+
+    def _make_room_for_left(self, size_bytes: int) -> None:
+        """What an earlier run has left in its tiers is about to come in: others leave for it."""
+        in_user_code = self._prefetches.in_user_code
+        if in_user_code:
+            self.enter_region()
+        try:
+            with self._lock:
+                self._room.make_room((), size_bytes, "a tensor that an earlier run has left in its tiers")
+                self._transitions.reserve(0)
+        finally:
+            if in_user_code:
+                self.leave_region()
+
+    def map_away(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """Return main memory over the content of a tensor that is not on its device, see `Tiers.map`; None if it is there.
+
+        Between regions. Waits for the device, whose copies and kernels may still write the content.
+        """
+        with self._lock:
+            block = self.known_block(tensor)
+            if block is None or block.state is not OFFLOADED or not self.table.is_current(block):
+                return None
+            self.device.synchronize()
+            while not self._mover.finished([block]):
+                self._signal.poll(POLL_SECONDS)
+            return self._tiers.map(block)
 
     def leave(self, tensor: torch.Tensor) -> None:
         """Let the memory of a tensor that is not a block yet stay on the device for good: it counts, but others own it."""

@@ -4,6 +4,7 @@ from runtime.storage.contents import Checksums, PageSums, UnchangedChunks
 from runtime.storage.file_space import FileSpace
 from runtime.storage.host import HostStore
 from runtime.storage.kvikio import KvikioStore, load_kvikio
+from runtime.storage.mapped import map_slot
 from runtime.storage.posix import PosixStore, StagedStore
 from runtime.storage.store import (
     ALIGNMENT_BYTES,

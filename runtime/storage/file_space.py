@@ -119,6 +119,19 @@ class FileSpace(SlotStore):
             )
         ]
 
+    def _has(self, slot: Slot) -> bool:
+        return super()._has(slot) if slot.file is None else slot in slot.file.slots
+
+    def _free_kept(self, slot: Slot) -> None:
+        if slot.file is None:
+            super()._free_kept(slot)
+        else:  # its bytes are the user's
+            self.user_files.release(slot)
+
+    def _free_all_but(self, kept: Sequence[Slot]) -> None:
+        super()._free_all_but(kept)
+        self.user_files.release_all_but(kept)
+
     def _free_everything(self) -> None:
         self._open.close()
         self._files, self._spaces = {}, {}

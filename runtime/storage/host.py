@@ -13,7 +13,7 @@ from pathlib import Path
 
 from planner.errors import StorageError, StorageFullError
 from runtime.storage.slot_store import FreeSpace, SlotStore
-from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot
+from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, FilePlace, Slot
 from runtime.system import PIN_CHUNK_BYTES, HostLimit, Pinner, check_host_memory, host_limits, on_processors
 
 _PATH = Path("memfd:teraio-host")  # the name of the slab in messages and extents. It is in no file system.
@@ -145,6 +145,10 @@ class HostStore(SlotStore):
                 return None
             end += extent.length_bytes
         return self.address_of(extents[0])
+
+    def _free_ranges(self, ranges: Sequence[FilePlace]) -> None:
+        if self._pinner is None:  # the driver holds pinned pages until all of them are unpinned
+            super()._free_ranges(ranges)
 
     def _free_everything(self) -> None:
         if self._pinner is not None:

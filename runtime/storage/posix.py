@@ -31,7 +31,7 @@ class PosixStore(FileSpace):
 
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         if slot.file is not None:
-            self._check_open()
+            self._check_readable(slot)
             slot.file.read_chunk(slot, chunk, address)
             return
         self._check_whole("read", slot, chunk)
@@ -39,7 +39,7 @@ class PosixStore(FileSpace):
 
     def _check_whole(self, action: str, slot: Slot, chunk: Chunk) -> None:
         """Raise StorageIOError if somebody has cut the file short, StorageError if the store is closed."""
-        self._check_open()  # the number of a closed descriptor may be another file's
+        self._check_readable(slot.of or slot)  # the number of a closed descriptor may be another file's
         if self._files[chunk.extent.file_descriptor].cut_short:
             raise io_error(f"{action} beyond the end of the file", slot, chunk, None)
 

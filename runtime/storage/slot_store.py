@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import itemgetter
 
 from planner.errors import StorageError
-from runtime.storage.store import Chunk, Extent, Slot, align_up
+from runtime.storage.store import Chunk, Extent, FilePlace, Slot, align_up
 
 _Hole = tuple[int, int]  # offset and length
 _length = itemgetter(1)
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate, in <linux/falloc.h>
 
 
 class SlotStore(ABC):
@@ -31,6 +35,8 @@ class SlotStore(ABC):
         self._closed = False
         self._spaces: dict[int, FreeSpace] = {}
         self._in_use: set[Slot] = set()
+        self._kept: Counter[Slot] = Counter()
+        self._gone: deque[Slot] = deque()
         self._used_bytes = 0
 
     @property
@@ -74,20 +80,84 @@ class SlotStore(ABC):
                 self._in_use.remove(slot)
             self._used_bytes = used
 
+    def keep(self, slot: Slot) -> Callable[[], None]:
+        with self._lock:
+            self._kept[slot] += 1
+        return partial(self._release_kept, slot)
+
     def close(self) -> None:
         with self._lock:
             if self._closed:
                 return
+            self._drop_gone()
             self._closed = True
+            self._kept = Counter({slot: count for slot, count in self._kept.items() if self._has(slot)})
             self._in_use.clear()
             self._used_bytes = 0
+            if not self._kept:
+                self._free_everything()
+            else:
+                self.unlink()
+                self._free_all_but(list(self._kept))
+        self._drop_gone_unless_busy()
+
+    def _release_kept(self, slot: Slot) -> None:
+        self._gone.append(slot)
+        self._drop_gone_unless_busy()
+
+    def _drop_gone_unless_busy(self) -> None:
+        # Garbage collection may call this at any line, also of a thread that has the lock: then a later call does it, or `close`.
+        while self._gone and self._lock.acquire(blocking=False):
+            try:
+                self._drop_gone()
+            finally:
+                self._lock.release()
+
+    def _drop_gone(self) -> None:
+        while self._gone:
+            self._drop_kept(self._gone.popleft())
+
+    def _drop_kept(self, slot: Slot) -> None:
+        self._kept[slot] -= 1
+        if self._kept[slot] > 0:
+            return
+        del self._kept[slot]
+        if not self._closed:  # whoever has it releases it, or `close`
+            return
+        if self._kept:
+            self._free_kept(slot)
+        else:
             self._free_everything()
+
+    def _has(self, slot: Slot) -> bool:
+        """Whether the slot is in use. The caller holds the lock."""
+        return slot in self._in_use
+
+    def _free_kept(self, slot: Slot) -> None:
+        """Give the system the bytes of a slot back after `close`. The caller holds the lock."""
+        self._free_ranges([(each.file_descriptor, each.offset_bytes, each.length_bytes) for each in slot.extents])
+
+    def _free_all_but(self, kept: Sequence[Slot]) -> None:
+        """Give the system all bytes back that are not in these slots. The caller holds the lock."""
+        extents = [extent for slot in kept for extent in slot.extents]
+        for file, space in self._spaces.items():
+            ends = [0, *sorted(each.offset_bytes + each.length_bytes for each in extents if each.file_descriptor == file)]
+            begins = [*sorted(each.offset_bytes for each in extents if each.file_descriptor == file), space.size_bytes]
+            self._free_ranges([(file, end, begin - end) for end, begin in zip(ends, begins, strict=True) if begin > end])
+
+    def _free_ranges(self, ranges: Sequence[FilePlace]) -> None:
+        """Give bytes back to the system. Where a file system cannot do that, they are free when the file is closed."""
+        for file, offset, length in ranges:
+            punch_hole(file, offset, length)
 
     @abstractmethod
     def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None: ...
 
     @abstractmethod
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None: ...
+
+    @abstractmethod
+    def unlink(self) -> None: ...
 
     @abstractmethod
     def _make_room(self, size_bytes: int, name: str) -> Sequence[int]:
@@ -108,6 +178,11 @@ class SlotStore(ABC):
     def _free_everything(self) -> None:
         """Free the files or the memory. Called once. The caller holds the lock."""
 
+    def _check_readable(self, slot: Slot) -> None:
+        """Raise StorageError if the store is closed and the slot is not of `keep`."""
+        if slot not in self._kept:
+            self._check_open()
+
     def _check_open(self) -> None:
         if self._closed:
             raise StorageError(f"the {self._tier} tier is closed; compile the model again to open a new one")
@@ -127,6 +202,13 @@ class SlotStore(ABC):
             taken.append((file, *space.take(left)))
             left -= taken[-1][2]
         return taken
+
+
+def punch_hole(file_descriptor: int, offset_bytes: int, length_bytes: int) -> bool:
+    """Free a range of a file, which reads as zeros then; the file's size stays. Return whether the file system can do that."""
+    call = ctypes.CDLL(None, use_errno=True).fallocate
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return bool(call(file_descriptor, _KEEP_SIZE | _PUNCH_HOLE, offset_bytes, length_bytes) == 0)
 
 
 class FreeSpace:

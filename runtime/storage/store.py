@@ -230,11 +230,17 @@ class Store(ChunkIO, Protocol):
     def release(self, slot: Slot) -> None:
         """Take a slot back. Nothing may read, write or map it any more. Raises StorageError if it is not in use."""
 
+    def keep(self, slot: Slot) -> Callable[[], None]:
+        """Let a slot that is in use outlive `close`: its bytes can be read until what is returned is called, at any line."""
+
     def unlink(self) -> None:
         """Remove the files' names and directories now. The bytes stay usable, and are free as soon as the process ends."""
 
     def close(self) -> None:
-        """Remove the files. Nothing may be reading or writing. Mappings stay readable. May be called again."""
+        """Remove the files. Nothing may be reading or writing. Mappings stay readable. May be called again.
+
+        With slots of `keep`, only what is in no such slot is freed now; these are when each is released.
+        """
 
 
 class RangeCopy(Protocol):

@@ -26,7 +26,7 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -176,6 +176,13 @@ class UserFiles:
                 raise StorageError(f"block {slot.name!r} is in no file here; this is a bug in teraio, please report it")
             del file.slots[slot]
             self._drop_unused(file)
+
+    def release_all_but(self, kept: Sequence[Slot]) -> None:
+        """Release all slots that are not in `kept`. Nothing may be reading them. Mappings stay readable."""
+        with self._lock:
+            for file in list(self._files.values()):
+                file.slots = {slot: None for slot in file.slots if slot in kept}
+                self._drop_unused(file)
 
     def check(self) -> None:
         """Raise StorageIOError if one of the files has changed since it was opened. Never reads."""

@@ -72,6 +72,7 @@ def open_cuda(
             bus=_shared(tiers),
             allocator=streams,
             reserve=Reserve(streams, budget) if budget is not None else None,
+            free_bytes=lambda: streams.free_bytes,
             lift_limit=lambda: _lift_limit(streams),
             undo=undo.pop_all(),
         )

@@ -198,7 +198,8 @@ class Machine:
     bus: rates that links of different tiers share. allocator: counts what it takes from the device; None on the CPU.
     reserve: what blocks leave to the gaps between them, where an allocator needs that; see `Reserve`.
     trim: frees memory that is kept for reuse and exceeds what the budget leaves; for a time when no block is away.
-    lift_limit: allows the device to hold more than the budget, for the end, before all blocks come back. undo: closes everything.
+    free_bytes: returns what the device has free, whatever the budget; 0 where nobody needs more than the budget at the end.
+    lift_limit: allows the device to hold more than the budget, for the end. undo: closes everything.
     """
 
     name: str
@@ -213,6 +214,7 @@ class Machine:
     reserve: Reserve | None = None
     allocator: Allocator | None = None
     trim: Callable[[], None] = lambda: None
+    free_bytes: Callable[[], int] = lambda: 0
     lift_limit: Callable[[], None] = lambda: None
     undo: ExitStack
 

@@ -44,13 +44,19 @@ class Run(Protocol):
 class ProcessSteps(OwnHooks):
     """Hooks all optimizer steps of the process. runs: returns the training runs that there are now.
 
+    in_main_memory: returns what stands for a tensor that is away from a GPU, for whoever saves the state of an optimizer.
     wanted: returns whether torch.compile was called with teraio as its backend.
     """
 
     def __init__(
-        self, runs: Callable[[], Sequence[Run]], *, wanted: Callable[[], bool] = lambda: "teraio.backend" in sys.modules
+        self,
+        runs: Callable[[], Sequence[Run]],
+        *,
+        in_main_memory: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        wanted: Callable[[], bool] = lambda: "teraio.backend" in sys.modules,
     ) -> None:
         self._runs = runs
+        self._in_main_memory = in_main_memory
         self._wanted = wanted
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._had_runs = False
@@ -66,6 +72,8 @@ class ProcessSteps(OwnHooks):
         before = self._runs()
         self._had_runs = self._had_runs or bool(before)
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if self._steps[optimizer] == 1:
+            optimizer.register_state_dict_post_hook(self._saved)
         if self._steps[optimizer] == 2:
             self._look_for_parameters(optimizer, before)
         if closure_of(args, kwargs) is None or not OptimizerFacts.of(optimizer).closure_first:
@@ -78,6 +86,15 @@ class ProcessSteps(OwnHooks):
                     run.step_begins(optimizer, args, kwargs)
 
         return after_closure(args, kwargs, tell_new_runs)
+
+    def _saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Return what `state_dict` is to return in place of the optimizer's own dictionaries; None: just these."""
+        found, replaced = dict(state_dict["state"]), False
+        for key, state in found.items():
+            if isinstance(state, dict):
+                found[key] = shown = {n: self._in_main_memory(v) if type(v) is Tensor else v for n, v in state.items()}
+                replaced |= any(shown[name] is not value for name, value in state.items())
+        return {**state_dict, "state": found} if replaced else None
 
     def _look_for_parameters(self, optimizer: Optimizer, runs: Sequence[Run]) -> None:
         """See [Note: What no graph has]."""

@@ -99,7 +99,7 @@ def test_any_sequence(seed: int, tiers: Sequence[str], host: HostStore, files: T
         machine.run(15)
         assert machine.pager.account.evictions > 20
     finally:
-        machine.pager.bring_back_all()  # the I/O threads must be idle before their engine closes
+        machine.pager.closing.bring_back()  # the I/O threads must be idle before their engine closes
         machine.tensors.clear()
         machine.found.clear()
         torch.cuda.synchronize(DEVICE)

@@ -176,7 +176,7 @@ def test_what_user_code_writes_is_kept_and_the_file_stays(rig: CpuMachine, tmp_p
     rig.use(block)
     assert data_of(tensor) == bytes(expected)
     assert path.read_bytes() == before
-    within(SECONDS, rig.pager.bring_back_all)
+    within(SECONDS, rig.pager.closing.bring_back)
     assert data_of(tensor) == bytes(expected)
 
 
@@ -365,7 +365,7 @@ def test_stages_and_user_code_in_random_order_under_a_budget(tmp_path: Path, deb
     within(SECONDS, run)
     assert rig.pager.account.peak_bytes <= 6 * MIB and written == {3, 4, 5, 6}
     assert all(slot_of(made[number][1]).file is not None for number in range(3)), "what nobody wrote is in its file"
-    within(SECONDS, rig.pager.bring_back_all)
+    within(SECONDS, rig.pager.closing.bring_back)
     assert [data_of(tensor) for tensor, _ in made] == [bytes(each) for each in expected]
     assert path.read_bytes() == before
     rig.close()

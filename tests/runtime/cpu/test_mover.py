@@ -114,14 +114,14 @@ def test_damage_is_told_from_what_user_code_writes(checks: str, moment: str, pla
     with pytest.raises(RuntimeError, match="w was damaged on its way"):
         tensor.sum()
     with pytest.raises(ChecksumError):
-        within(SECONDS, rig.pager.bring_back_all)
+        within(SECONDS, rig.pager.closing.bring_back)
     assert good.state is State.ON_DEVICE and other.unique().tolist() == [2, 8], "all others are back"
     flip_a_bit(slot_of(block).extents[0], place)
     if place < 3 * MIB:
         with pytest.raises(ChecksumError):  # user code has changed the damaged page
-            within(SECONDS, rig.pager.bring_back_all)
+            within(SECONDS, rig.pager.closing.bring_back)
     elif checks == "checksums":
-        within(SECONDS, rig.pager.bring_back_all)
+        within(SECONDS, rig.pager.closing.bring_back)
         assert tensor.unique().tolist() == [1, 9] and tensor[MIB] == 9, "the drive gives the right bytes again"
     rig.close()
 
@@ -221,7 +221,7 @@ def test_a_storage_gets_other_memory_while_it_is_away(rig: CpuMachine, change: s
             storage.resize_(4 * MIB)
             tensor.fill_(4)
     others = [torch.full((4 * MIB,), 5, dtype=torch.uint8) for _ in range(3)]
-    rig.pager.enter_region() if end == "next region" else rig.pager.bring_back_all()
+    rig.pager.enter_region() if end == "next region" else rig.pager.closing.bring_back()
     assert all(other.unique().tolist() == [5] for other in others)
     if change != "resized":
         assert tensor.unique().tolist() == [3 if change == "shared" else 4]
@@ -255,7 +255,7 @@ def test_stages_in_random_order_under_a_budget(tmp_path: Path, debug: bool) -> N
     within(SECONDS, stages)
     assert rig.pager.account.peak_bytes <= 12 * MIB
     assert rig.engine.write_link.moved_bytes > 20 * MIB and rig.engine.read_link.moved_bytes > 20 * MIB
-    within(SECONDS, rig.pager.bring_back_all)
+    within(SECONDS, rig.pager.closing.bring_back)
     assert [tensor.unique().tolist() for tensor in tensors] == [[value] for value in values]
     tensors.clear()
     del tensor

@@ -256,7 +256,7 @@ def test_the_end_waits_for_copies_from_memory_that_goes() -> None:
         machine.pager.leave_region()
     assert block.state is State.OFFLOADED
     with machine.device.region():
-        machine.pager.bring_back_all()
+        machine.pager.closing.bring_back()
         machine.kernel(Lane.COMPUTE, block, None)
     assert machine.device.lanes[Lane.INWARD], "the copy is queued"
     machine.mover.close()

@@ -267,7 +267,7 @@ def test_everything_can_be_brought_back() -> None:
     passes.drop()
     reruns = Reruns(passes.bench.pager, passes.recorder, WorkspaceMeter(None))
     reruns.make_anew(passes.blocks())
-    passes.bench.pager.bring_back_all()
+    passes.bench.pager.closing.bring_back()
     assert [set(tensor.tolist()) for tensor in passes.saved] == [{4.0}, {24.0}]
 
 

@@ -220,7 +220,7 @@ def test_who_needs_what_is_lent_waits_for_it(who: str) -> None:
         bench.pager.leave_region()
         assert block.state is State.OFFLOADED
     else:
-        bench.pager.bring_back_all()
+        bench.pager.closing.bring_back()
     assert waits[0] is State.UPDATING
 
 

@@ -279,7 +279,7 @@ def test_what_user_code_writes_while_a_block_is_away_comes_back_and_is_no_damage
         with pytest.raises(RuntimeError, match=f"{block.name} .* is not in memory: teraio has moved it to storage"):
             case.user_writes(block)
     case.user_code_ends()
-    case.pager.enter_region() if back == "by the next region" else case.pager.bring_back_all()
+    case.pager.enter_region() if back == "by the next region" else case.pager.closing.bring_back()
     assert back == "by the next region" or block.state is State.ON_DEVICE
     case.read(block)
 

@@ -365,4 +365,4 @@ def test_whoever_waits_hears_of_a_dead_drive() -> None:
         bench.pager.acquire([block], 0, "run")
     assert block.pins == 0
     with pytest.raises(StorageIOError, match="block 'a'"):
-        bench.pager.bring_back_all()
+        bench.pager.closing.bring_back()

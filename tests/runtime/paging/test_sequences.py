@@ -219,7 +219,7 @@ class AnySequence:
             self.pager.enter_region()  # raises what nobody has been told yet
         self.pager.account.budget_bytes = None
         self.renew(list(self.blocks))
-        self.pager.bring_back_all()
+        self.pager.closing.bring_back()
         self.allowed = self.pager.account.used_bytes + self.pager.account.fixed_bytes
         self.check()
         self.bench.tensors.clear()

@@ -94,7 +94,7 @@ def rig() -> Iterator[CpuMachine]:
     """Two blocks of 1 MiB fit on the device, three in the host tier."""
     rig = CpuMachine(host_bytes=3 * MIB, budget_bytes=2 * MIB, debug=True)
     yield rig
-    rig.pager.bring_back_all()
+    rig.pager.closing.bring_back()
     rig.close()
 
 
@@ -164,3 +164,39 @@ def test_a_stage_exchanges_blocks_one_by_one_where_the_lower_tier_is_full() -> N
         rig.use(block)
         assert set(tensor.tolist()) == {fill}
     rig.close()
+
+
+@pytest.mark.parametrize("tier", ["host", "storage"])
+def test_a_slot_that_is_read_is_given_to_no_other_block(tier: WaitingTier, tmp_path: Path) -> None:
+    rig = CpuMachine(*([tmp_path] if tier == "storage" else ()), host_bytes=4 * MIB if tier == "host" else 0)
+    tensor, made = rig.make(MIB, 7)
+    rig.leave(made)
+    reader = rig.tiers.map(made)
+    assert rig.tiers.map(made) is reader, "one storage for all views, so that a checkpoint has it once"
+    rig.use(made, writes=True)
+    rig.pager.drop_void_copies(tier)
+    assert made.slot is None
+    _, other = rig.make(MIB, 9)
+    rig.leave(other)
+    assert set(reader.tolist()) == {7} and set(tensor.tolist()) == {7}
+    assert rig.store.used_bytes == 2 * MIB
+    del reader
+    rig.make(MIB, 3)
+    rig.pager.offload(made)
+    rig.until(made, State.OFFLOADED)
+    assert rig.store.used_bytes == 2 * MIB, "what nobody reads is free"
+    rig.close()
+
+
+def test_what_is_read_outlives_the_tiers(tmp_path: Path) -> None:
+    rig = CpuMachine(tmp_path, host_bytes=2 * MIB)
+    made = [rig.make(MIB, fill) for fill in range(4)]
+    for _, block in made:
+        rig.leave(block)
+    assert [block.tier for _, block in made] == ["host", "host", "storage", "storage"]
+    readers = [rig.tiers.map(block) for _, block in made]
+    rig.pager.closing.leave_behind()
+    rig.close()
+    made.clear()
+    block = None
+    assert [set(reader.tolist()) for reader in readers] == [{0}, {1}, {2}, {3}]

@@ -178,7 +178,7 @@ class TieredTraining(ManagedTraining):
     def close(self) -> None:
         """Bring all back and close the tiers. Failures of copies that were told before do not count again."""
         try:
-            self.pager.bring_back_all()
+            self.pager.closing.bring_back()
         except StorageError as error:
             raise AssertionError(f"blocks cannot come back: {error}") from error
         finally:

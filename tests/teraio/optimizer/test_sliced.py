@@ -116,11 +116,11 @@ def test_states_that_are_on_the_device(started_tiered: StartTiered) -> None:
     training = started_tiered()
     optimizer = adamw(training.parameters)
     train(optimizer, 2)
-    training.pager.bring_back_all()
+    training.pager.closing.bring_back()
     assert all(block.state is State.ON_DEVICE for block in training.states().values())
     train(optimizer, 2, first=2)
     assert all(block.state is State.OFFLOADED for block in training.states().values())
-    training.pager.bring_back_all()
+    training.pager.closing.bring_back()
     assert not differing(everything(optimizer), plain(4, large_parameters(), adamw))
 
 
@@ -279,7 +279,7 @@ def test_a_failed_copy_reaches_the_step(started_tiered: StartTiered, link: str, 
     assert ("1" in changed) == bool(notes), "the large parameter has changed"
     assert not notes or "slices of the parameter whose update failed are done" in notes[0]
     assert notes or link == "read_link" and good == 0
-    training.pager.bring_back_all()
+    training.pager.closing.bring_back()
 
 
 def test_no_room_for_new_states(started_tiered: StartTiered) -> None:
@@ -366,7 +366,7 @@ def test_the_same_bits(last: ExitStack, tmp_path: Path, tiers: str, debug: bool)
         assert len(states) == 2 and all(block.state is State.OFFLOADED for block in states)
         if step == 3:
             with gpu.device.region():
-                gpu.pager.bring_back_all()
+                gpu.pager.closing.bring_back()
             gpu.device.synchronise()
     assert {block.tier for block in states} == ({tiers} if " and " not in tiers else {"host", "storage"})
     assert gpu.pager.account.peak_bytes >= 2 * LARGE
@@ -374,6 +374,6 @@ def test_the_same_bits(last: ExitStack, tmp_path: Path, tiers: str, debug: bool)
         gpu.mover.finished([])
         assert gpu.mover.moved_bytes["host->device"] > 5 * LARGE
     with gpu.device.region():
-        gpu.pager.bring_back_all()
+        gpu.pager.closing.bring_back()
     gpu.device.synchronise()
     assert not differing(everything(optimizer), plain(6, large_parameters(), adamw))

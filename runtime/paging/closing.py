@@ -1,0 +1,97 @@
+"""The end of a pager: blocks come back as far as they fit, and the others are left where they wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from planner.errors import ChecksumError
+from runtime.paging.around import in_reach_and_away
+from runtime.paging.block import DROPPED, OFFLOADED, ON_DEVICE, Block
+from runtime.paging.room import PrefetchQueue, by_next_use
+from runtime.paging.state import PagerState, awaited
+from runtime.paging.transitions import BlockTransitions
+
+_STILL = (ON_DEVICE, OFFLOADED, DROPPED)
+
+
+class Closing:
+    """Brings blocks back, and leaves the rest behind. Each public method takes the lock, and is for the training thread."""
+
+    def __init__(self, state: PagerState, transitions: BlockTransitions, prefetches: PrefetchQueue) -> None:
+        self._account = state.account
+        self._device = state.device
+        self._mover = state.mover
+        self._signal = state.signal
+        self._table = state.table
+        self._transitions = transitions
+        self._prefetches = prefetches
+
+    def bring_back(self) -> None:
+        """Bring blocks to the device as long as the budget holds them, those that are used soonest first.
+
+        Dropped ones stay dropped. Waits until all copies have ended. Raises ChecksumError if some came back different, when all
+        others are back; StorageError if a copy failed.
+        """
+        with self._signal.lock:
+            damage: list[ChecksumError] = []
+            self._prefetches.take()
+            for block in list(self._account.queued_offloads):
+                self._transitions.keep(block)
+            self._wait_until_still(damage)
+            self._transitions.forget_replaced()
+            with _kept(damage):
+                self._mover.invalidate(in_reach_and_away(self._table))
+            self._fetch_what_fits(damage)
+            if self._signal.out_of_memory is not None:
+                self._device.give_back_memory()  # what is free in pieces serves in other sizes then
+                self._fetch_what_fits(damage)
+            self._signal.out_of_memory = None  # the rest stays where it is
+            for block in [block for block in self._table if block.state is ON_DEVICE]:
+                with _kept(damage):
+                    self._mover.wait_resident([block])
+            if damage:
+                raise damage[0]
+
+    def leave_behind(self) -> int:
+        """Leave the blocks that are away to their storages: a slot is freed when its storage dies, or when another run has moved
+        the content. Return their bytes. Nothing moves any more."""
+        with self._signal.lock:
+            self._transitions.sweep()
+            away = [block for block in self._table if block.state is OFFLOADED]
+            for block in away:
+                self._mover.leave_behind(block)
+                self._transitions.forget(block)
+            return sum(block.size_bytes for block in away)
+
+    def away_bytes(self) -> int:
+        """Return the bytes of blocks that are not on the device, and were not dropped."""
+        with self._signal.lock:
+            return sum(block.size_bytes for block in self._table if block.state is OFFLOADED)
+
+    def _fetch_what_fits(self, damage: list[ChecksumError]) -> None:
+        """Ask once for each block that fits, and wait until it is there. damage: gets what says that one came back different."""
+        self._signal.out_of_memory = None
+        for block in by_next_use((b for b in self._table if b.state is OFFLOADED), self._account.clock):
+            if block.size_bytes <= self._account.free_bytes and self._signal.out_of_memory is None:
+                self._transitions.begin_prefetch(block)
+        self._wait_until_still(damage)
+
+    def _wait_until_still(self, damage: list[ChecksumError]) -> None:
+        while True:
+            self._transitions.sweep()
+            with _kept(damage):
+                self._signal.raise_failure()
+            moving: list[Block] = [block for block in self._table if block.state not in _STILL]
+            if not moving:
+                return
+            self._signal.wait(lambda moving=moving: awaited(moving))  # type: ignore[misc]
+
+
+@contextmanager
+def _kept(damage: list[ChecksumError]) -> Iterator[None]:
+    """Keep what says that a block came back different, to raise it when all others are back."""
+    try:
+        yield
+    except ChecksumError as error:
+        damage.append(error)

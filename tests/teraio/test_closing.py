@@ -1,0 +1,131 @@
+"""`teraio.reset`: what does not fit the budget stays where it is, as long as its tensors live, and the next run takes it over."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import teraio
+from runtime.paging import State
+
+from ..training import MIB, Training, compiled, mean_square_step, pagers, random_rows, unequal, weights_of_1_mib
+
+BUDGET = 16 * MIB
+TIERS = {"on drives": {}, "in both tiers": {"host_budget": 12 * MIB}, "checked": {"checksums": True, "debug": True}}
+
+
+def trained(folder: Path, how: str = "on drives", **more: object) -> Training:
+    """24 weights of 1 MiB with momentum after four steps under a budget that holds about a third of them."""
+    torch.manual_seed(0)
+    options = {"memory_budget": BUDGET, "storage": folder, **TIERS[how], **more}
+    training = weights_of_1_mib(options, momentum=0.9)
+    training.run(random_rows(4), functools.partial(mean_square_step, training))
+    return training
+
+
+def weights(training: Training) -> list[Tensor]:
+    return list(training.module.parameters())
+
+
+def files() -> dict[int, int]:
+    """The bytes on drives and in memory files that open descriptors and mappings of spill files hold, by inode."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target, status = os.readlink(f"/proc/self/fd/{name}"), os.stat(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue
+        if "blocks.spill" in target or "teraio-host" in target:
+            found[status.st_ino] = 512 * status.st_blocks
+    return found
+
+
+def mapped() -> int:
+    """Bytes of tensors that spill files are mapped over."""
+    ranges = (line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "blocks.spill" in line)
+    return sum(int(end, 16) - int(begin, 16) for begin, end in (each[0].split("-") for each in ranges))
+
+
+@pytest.mark.parametrize("how", TIERS)
+def test_what_does_not_fit_stays_readable_and_writable(tmp_path: Path, how: str) -> None:
+    training = trained(tmp_path, how)
+    expected = [weight.detach().clone() for weight in weights(training)]
+    states = training.optimizers[0].state
+    momenta = [states[weight]["momentum_buffer"].clone() for weight in weights(training)]
+    (pager,) = pagers()
+    teraio.reset()
+    assert pager.account.peak_bytes <= BUDGET and not pager.closing.away_bytes()
+    assert not list(tmp_path.iterdir()), "nothing in the directory has a name"
+    held = sum(files().values())
+    assert 48 * MIB - BUDGET <= held <= 48 * MIB, "what is in no slot is free"
+    assert not unequal(weights(training), expected)
+    assert not unequal([states[weight]["momentum_buffer"] for weight in weights(training)], momenta)
+    with torch.no_grad():
+        for number, weight in enumerate(weights(training)):
+            weight.fill_(number)
+    assert [weight.unique().tolist() for weight in weights(training)] == [[number] for number in range(24)]
+
+
+def test_space_is_freed_with_each_tensor_and_descriptors_with_the_last(tmp_path: Path) -> None:
+    before = files()
+    training = trained(tmp_path)
+    teraio.reset()
+    held = [sum(files().values())]
+    parameters, optimizer = weights(training), training.optimizers.pop()
+    for weight in parameters[:8]:
+        del optimizer.state[weight]
+    held.append(sum(files().values()))
+    assert held[1] < held[0]
+    del training, parameters, optimizer, weight
+    torch._dynamo.reset()
+    gc.collect()
+    assert files() == before and not mapped()
+
+
+def test_where_everything_fits_nothing_is_left(tmp_path: Path) -> None:
+    before = files()
+    training = trained(tmp_path, memory_budget=60 * MIB)
+    teraio.reset()
+    assert files() == before and not mapped() and len(weights(training)) == 24
+
+
+@pytest.mark.parametrize("how", TIERS)
+@pytest.mark.parametrize("again", ["by other options", "after reset"])
+def test_the_next_run_takes_over_under_the_same_budget(tmp_path: Path, how: str, again: str) -> None:
+    plain = trained(tmp_path, memory_budget=200 * MIB)
+    torch.manual_seed(5)
+    plain.run(random_rows(4), functools.partial(mean_square_step, plain))
+    expected = list(plain.finish().values())
+
+    training = trained(tmp_path, how)
+    if again == "after reset":
+        teraio.reset()
+        torch._dynamo.reset()
+    options = {"memory_budget": BUDGET, "storage": tmp_path, **TIERS[how], "replan": again == "after reset"}
+    training.model = compiled(training.module, options)
+    torch.manual_seed(5)
+    training.run(random_rows(4), functools.partial(mean_square_step, training))
+    (pager,) = pagers()
+    assert pager.account.peak_bytes <= BUDGET
+    moved = [block for block in pager.blocks if block.kind == "parameter"]
+    assert len(moved) == 24 and all(block.span is not None for block in moved)
+    assert any(block.state is State.OFFLOADED for block in moved)
+    assert not unequal([weight.detach().clone() for weight in weights(training)], expected)
+    assert len(files()) <= 1 + ("host_budget" in TIERS[how]), "the earlier run's files are gone"
+
+
+def test_a_tensor_that_no_run_takes_over_is_left_alone(tmp_path: Path) -> None:
+    training = trained(tmp_path)
+    teraio.reset()
+    torch._dynamo.reset()
+    kept = [weight.detach().clone() for weight in weights(training)]
+    other = weights_of_1_mib({"memory_budget": BUDGET, "storage": tmp_path}, count=12)
+    other.run(random_rows(2), functools.partial(mean_square_step, other))
+    teraio.reset()
+    assert not unequal(weights(training), kept)
