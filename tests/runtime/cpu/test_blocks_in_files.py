@@ -327,6 +327,104 @@ def test_the_checks_compare_with_the_first_read(tmp_path: Path, checks: str, cap
     rig.close()
 
 
+# -- the end of a run, see `Closing.leave_behind`
+
+
+def is_open(path: Path) -> bool:
+    """Whether this process has a descriptor of the file, by whatever name."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found = os.stat(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue
+        if os.path.samestat(found, path.stat()):
+            return True
+    return False
+
+
+def test_what_ends_in_its_file_stays_there_and_the_next_run_takes_it_over(rig: CpuMachine, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    before, expected = path.read_bytes(), bytearray(content(path))
+    tensor, block = weight(rig, path)
+    dies, _ = weight(rig, path, 2 * MIB + 3, name="dies")
+    rig.pager.leave_region()
+    assert rig.pager.closing.leave_behind() == 2 * SIZE
+    rig.close()
+    assert block.span is not None and anonymous_bytes(block.span) == 0 and not list((tmp_path / "spill").iterdir())
+    assert data_of(tensor) == content(path) and data_of(dies) == content(path, 2 * MIB + 3)
+    del dies
+    gc.collect()
+    assert is_open(path), "one that lives needs it"
+    tensor[5000] ^= 1
+    expected[5000] ^= 1
+
+    following = CpuMachine(tmp_path / "spill", ownership=rig.ownership)
+    assert following.pager.make_movable(tensor) and not is_open(path)
+    taken = following.pager.block_of(tensor, name="w", kind="parameter", user_visible=True)
+    for _ in range(2):
+        assert data_of(tensor) == bytes(expected)
+        following.leave(taken)
+        assert data_of(tensor) == bytes(expected)
+        following.use(taken)
+    following.close()
+    assert path.read_bytes() == before
+
+
+def test_what_is_left_in_its_file_lets_go_of_it_with_its_tensor(rig: CpuMachine, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    tensor, block = weight(rig, path)
+    other, gone = rig.make(MIB, 7)
+    rig.leave(gone)
+    rig.pager.closing.leave_behind()
+    rig.close()
+    del tensor, block
+    gc.collect()
+    assert not is_open(path)
+    assert set(other.tolist()) == {7} and path.stat().st_blocks * 512 >= 4 * MIB, "no hole is made in a file of the user"
+
+
+def test_a_file_that_is_on_the_device_is_closed_though_a_spilled_block_is_left(rig: CpuMachine, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    tensor, block = weight(rig, path)
+    other, gone = rig.make(MIB, 7)
+    rig.leave(gone)
+    rig.use(block)
+    assert rig.pager.closing.leave_behind() == MIB
+    rig.close()
+    assert not is_open(path) and data_of(tensor) == content(path) and set(other.tolist()) == {7}
+
+
+def test_a_file_that_was_cut_after_the_end_is_not_taken_over(plain: CpuMachine, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    tensor, _ = weight(plain, path)
+    plain.pager.closing.leave_behind()
+    plain.close()
+    os.truncate(path, MIB // 2)
+    following = CpuMachine(tmp_path / "spill", ownership=plain.ownership)
+    with pytest.raises(StorageIOError, match="it has 524,288 bytes now"):
+        following.pager.make_movable(tensor)
+    following.close()
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["in its file", "in a slot of its own"])
+def test_a_reader_has_the_bytes_of_a_block_and_no_others(rig: CpuMachine, tmp_path: Path, written: bool) -> None:
+    path = checkpoint(tmp_path)
+    expected = bytearray(content(path))
+    tensor, block = weight(rig, path)
+    if written:
+        user_code(rig, lambda: tensor[7].fill_(3))
+        expected[7] = 3
+    reader = rig.tiers.map(block)
+    assert rig.tiers.map(block) is reader and (slot_of(block).file is None) == written
+    del tensor, block
+    rig.pager.forget_dead()
+    rig.close()
+    assert bytes(torch.empty(0, dtype=torch.uint8).set_(reader).numpy().tobytes()) == bytes(expected)
+    del reader
+    gc.collect()
+    assert not is_open(path)
+
+
 # -- under a budget
 
 

@@ -48,8 +48,8 @@ class Rig:
         self.store = make(folder / "spill")
         self.engine = Engine(self.store, threads=2, chunk_bytes=MIB // 2)  # type: ignore[arg-type]
         self.device = SimulatedDevice(0, pieces=3, unit=2 * MIB)
-        tiers = Tiers([Tier(name="storage", store=self.store, engine=self.engine)])  # type: ignore[arg-type]
-        mover = StreamMover(self.device, tiers, lambda extent: 0, in_reach=False, poison=debug)
+        self.tiers = Tiers([Tier(name="storage", store=self.store, engine=self.engine)])  # type: ignore[arg-type]
+        mover = StreamMover(self.device, self.tiers, lambda extent: 0, in_reach=False, poison=debug)
         self.pager = Pager(
             mover=CheckedMover(mover, mover.read) if debug else mover, budget_bytes=4 * MIB, device=Allocator(self.device)
         )
@@ -189,3 +189,27 @@ def test_kvikio_opens_a_file_by_its_descriptor_and_by_the_host_where_cufile_cann
     rig.pager.forget_dead()
     assert len(fake.live) == 1, "that of the spill file"
     rig.close()
+
+
+def test_what_ends_in_its_file_is_saved_and_taken_over_from_there(rig: Rig) -> None:
+    offset, expected = 808, rig.before[808 : 808 + SIZE]
+    tensor, _ = rig.weight(offset)
+    before = rig.pager.map_away(tensor)
+    assert before is not None and rig.pager.map_away(tensor) is before
+    assert rig.pager.closing.leave_behind() == SIZE
+    rig.engine.close()
+    rig.store.close()
+    with pytest.raises(RuntimeError, match="when teraio's run ended, neither the device nor the host tier had room"):
+        tensor.sum()
+    storage = tensor.untyped_storage()
+    after = rig.tiers.ownership.map_left(storage)
+    assert after is not None and rig.tiers.ownership.map_left(storage) is after
+    following = StreamMover(rig.device, Tiers([], ownership=rig.tiers.ownership), lambda extent: 0)
+    assert following.span(storage, adopt=True) is not None
+    rig.device.synchronise()
+    assert data_of(tensor) == expected and rig.path.read_bytes() == rig.before
+    for reader in (before, after):
+        assert data_of(torch.empty(0, dtype=torch.uint8).set_(reader)) == expected
+    assert rig.store.user_files._files, "readers need it"
+    before = after = reader = None
+    assert not rig.store.user_files._files
