@@ -476,7 +476,7 @@ class TrainingRun:
             if not self._phase.managed:
                 self._observer.recorder.woken()
                 with uninterrupted(), self._machine.device.region():
-                    self._pager.closing.bring_back()
+                    self._pager.closing.bring_back()  # what runs unmanaged asks for nothing
                     self._pager.leave_region()  # nobody tells the pager what unmanaged passes write
         return self._phase.managed
 
@@ -518,11 +518,11 @@ class TrainingRun:
         try:
             with self._machine.device.region():
                 self._recompute_dropped()
-            if self._pager.closing.away_bytes() <= self._machine.free_bytes():
-                self._pager.account.budget_bytes = None
+            has_room = self._pager.closing.away_bytes() <= self._machine.free_bytes()
+            if has_room:
                 self._machine.lift_limit()
             with self._machine.device.region():
-                self._pager.closing.bring_back()
+                self._pager.closing.bring_back(within_budget=not has_room)
         finally:
             try:
                 left_bytes = self._pager.closing.leave_behind()

@@ -27,8 +27,8 @@ class Closing:
         self._transitions = transitions
         self._prefetches = prefetches
 
-    def bring_back(self) -> None:
-        """Bring blocks to the device as long as the budget holds them, those that are used soonest first.
+    def bring_back(self, *, within_budget: bool = False) -> None:
+        """Bring blocks to the device, those that are used soonest first; if `within_budget`, as long as the budget holds them.
 
         Dropped ones stay dropped. Waits until all copies have ended. Raises ChecksumError if some came back different, when all
         others are back; StorageError if a copy failed.
@@ -42,10 +42,10 @@ class Closing:
             self._transitions.forget_replaced()
             with _kept(damage):
                 self._mover.invalidate(in_reach_and_away(self._table))
-            self._fetch_what_fits(damage)
+            self._fetch(within_budget, damage)
             if self._signal.out_of_memory is not None:
                 self._device.give_back_memory()  # what is free in pieces serves in other sizes then
-                self._fetch_what_fits(damage)
+                self._fetch(within_budget, damage)
             self._signal.out_of_memory = None  # the rest stays where it is
             for block in [block for block in self._table if block.state is ON_DEVICE]:
                 with _kept(damage):
@@ -69,11 +69,12 @@ class Closing:
         with self._signal.lock:
             return sum(block.size_bytes for block in self._table if block.state is OFFLOADED)
 
-    def _fetch_what_fits(self, damage: list[ChecksumError]) -> None:
-        """Ask once for each block that fits, and wait until it is there. damage: gets what says that one came back different."""
+    def _fetch(self, within_budget: bool, damage: list[ChecksumError]) -> None:
+        """Ask once for each block that may come in, and wait until all have. damage: gets what says that one is damaged."""
         self._signal.out_of_memory = None
         for block in by_next_use((b for b in self._table if b.state is OFFLOADED), self._account.clock):
-            if block.size_bytes <= self._account.free_bytes and self._signal.out_of_memory is None:
+            fits = not within_budget or block.size_bytes <= self._account.free_bytes
+            if fits and self._signal.out_of_memory is None:
                 self._transitions.begin_prefetch(block)
         self._wait_until_still(damage)
 

@@ -159,18 +159,26 @@ class Pager(Stages):
         known = self.known_block(tensor)
         storage = holder_of(tensor).untyped_storage()
         if known is None and self._tiers.ownership.left_behind(storage) is not None:
-            self._make_room_for_left(storage.nbytes())
+            known = self._take_over(tensor, storage)
         return (known.span if known is not None else self._mover.span(storage, adopt=True)) is not None
 
-    def _make_room_for_left(self, size_bytes: int) -> None:
-        """What an earlier run has left in its tiers is about to come in: others leave for it."""
+    def _take_over(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Block:
+        """Bring in what an earlier run has left in its tiers, as a block that counts from the start. Others leave for it."""
         in_user_code = self._prefetches.in_user_code
         if in_user_code:
             self.enter_region()
         try:
             with self._lock:
-                self._room.make_room((), size_bytes, "a tensor that an earlier run has left in its tiers")
-                self._transitions.reserve(0)
+                reserved = self.account.reserved_bytes  # of the operator that runs
+                try:
+                    self._room.make_room((), reserved + storage.nbytes(), "a tensor that an earlier run has left in its tiers")
+                    self._mover.span(storage, adopt=True)
+                    block = self.block_of(tensor, name=UNNAMED, kind="parameter", user_visible=False)  # it was not there before
+                finally:
+                    self._transitions.reserve(reserved)
+            self.show_to_user([block])
+            self.device.keep_until_computed(storage)
+            return block
         finally:
             if in_user_code:
                 self.leave_region()
