@@ -216,7 +216,7 @@ class Registry:
             storage = self.shared.ownership.map_left(tensor.untyped_storage())
         if storage is None:
             return tensor
-        empty = torch.empty(0, dtype=tensor.dtype)
+        empty = torch.empty(0, dtype=tensor.dtype, device="cpu")  # whatever the default device is
         return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def park(self) -> Parked:

@@ -42,7 +42,7 @@ MASTER = "master_param"
 _SCALING = frozenset({"Adam", "AdamW"})
 
 # Shown by groups that show no parameter: of a group without any, Dynamo finds that all are on a GPU, and makes it capturable.
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 class NarrowedGroups:

@@ -34,9 +34,9 @@ def model() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def losses_of(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> list[float]:
+def losses_of(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
     found = []
-    for number in range(steps):
+    for number in steps:
         rows = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(number), device="cpu").to(DEVICE)
         loss = (module(rows) - 0.1).square().mean()
         loss.backward()
@@ -47,8 +47,18 @@ def losses_of(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 
     return found
 
 
+def contents(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights and states, by name, wherever `state_dict` finds them."""
+    states = optimizer.state_dict()["state"]
+    return {
+        **module.state_dict(),
+        **{f"{name}.{number}": value for number, state in states.items() for name, value in state.items() if name != "step"},
+    }
+
+
 @pytest.mark.timeout(900)
-def test_a_model_beyond_the_device_and_main_memory_is_made_and_trains_as_eager_code_does(tmp_path: Path) -> None:
+def test_a_model_beyond_the_device_and_main_memory_lives_as_under_eager_code(tmp_path: Path) -> None:
+    """It is made, trained, saved, left behind where no room is for it, taken over, and trained on."""
     options = {
         "memory_budget": 320 * MIB,
         "host_budget": 256 * MIB,
@@ -63,16 +73,41 @@ def test_a_model_beyond_the_device_and_main_memory_is_made_and_trains_as_eager_c
             made = model()
         assert torch.cuda.memory_reserved() <= 320 * MIB
         teraio.compile(made, **options)
-        found = losses_of(made, torch.optim.AdamW(made.parameters(), lr=1e-3))
+        optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
+        found = losses_of(made, optimizer, range(4))
         (status,) = teraio.status()
         assert status.device_peak_bytes <= 320 * MIB and (status.reserved_bytes or 0) <= 320 * MIB
         assert status.moved_bytes["device->host"] and status.moved_bytes["device->storage"]
-        values = []
-        for parameter in made.parameters():
-            with teraio.on_device([parameter]):
-                values.append(parameter.detach().cpu())
-        del made
+        before = dict(status.moved_bytes)
+        torch.save(contents(made, optimizer), tmp_path / "saved")
+        (status,) = teraio.status()
+        assert dict(status.moved_bytes) == before, "nothing was brought to the GPU to be saved"
+
+        filler = torch.empty(torch.cuda.mem_get_info()[0] - 64 * MIB, dtype=torch.uint8)
         teraio.reset()
+        with pytest.raises(RuntimeError, match="when teraio's run ended, neither the device nor the host tier had room"):
+            for parameter in made.parameters():
+                parameter.sum()
+        torch.save(contents(made, optimizer), tmp_path / "saved after the end")
+        del filler
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
+        teraio.compile(made, **options)
+        found += losses_of(made, optimizer, range(4, 6))
+        (status,) = teraio.status()
+        assert (status.reserved_bytes or 0) <= 320 * MIB
+        torch.save(contents(made, optimizer), tmp_path / "saved again")
+        del made, optimizer
+        teraio.reset()
+
         eager = model()
-        assert found == losses_of(eager, torch.optim.AdamW(eager.parameters(), lr=1e-3))
-    assert all(torch.equal(value, wanted.detach().cpu()) for value, wanted in zip(values, eager.parameters(), strict=True))
+        optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-3)
+        losses = losses_of(eager, optimizer, range(4))
+        for name in ("saved", "saved after the end", "saved again"):
+            if name == "saved again":
+                losses += losses_of(eager, optimizer, range(4, 6))
+            saved = torch.load(tmp_path / name, map_location="cpu")
+            wanted = contents(eager, optimizer)
+            assert saved.keys() == wanted.keys()
+            assert all(torch.equal(value, wanted[key].cpu()) for key, value in saved.items()), name
+    assert found == losses
