@@ -98,12 +98,6 @@ def test_figures_without_a_plan_without_a_budget_and_of_what_is_missing() -> Non
         assert (only.value, only.note) == (None, "no room")
 
 
-def test_idle_time_is_what_the_device_did_not_compute() -> None:
-    found = idle("x", run(2.0, busy_seconds=1.5))
-    assert found.value == pytest.approx(0.5) and found.note == "25.0% of 2 s"
-    assert idle("x", run(2.0)).note == "the profiler saw nothing on the device"
-
-
 def test_figures_of_a_policy() -> None:
     subgroups = tuple(Subgroup(id=i, stage=2 * i, blocks=(i,), elements=1, device_seconds=0.5) for i in range(2))
     trace = a_trace().model_copy(update={"subgroups": subgroups})

@@ -135,10 +135,9 @@ def test_every_policy_plans_for_the_first_trainings_trace_and_is_followed(
 BUDGET = 42 << 20
 
 
-@pytest.mark.parametrize("follows", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_training_under_a_budget_gives_its_trace_which_another_follows(
-    follows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.long
+def test_a_training_under_a_budget_gives_its_trace_which_another_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker of `test_rivals.py` and that of the examples run by default."""
     monkeypatch.setattr(alone, "COUNTED_SECONDS", 0.0)
     monkeypatch.setattr(alone, "GROUP_SECONDS", 0.0)
     monkeypatch.setattr(alone, "SIZES", {"tiny": replace(SIZES["tiny"], layers=1)})
@@ -152,8 +151,7 @@ def test_a_training_under_a_budget_gives_its_trace_which_another_follows(
     assert first.peak_bytes > 20 << 20 and first.busy_seconds is not None
     assert first.moved_bytes["storage->device"] > 1 << 20
     assert by_name(budget_figures("x", first, BUDGET, first))["x: use of storage->device"].value is not None
-    if follows:
-        outcome = followed(runner, "tiny", "zero-infinity", first.trace, options)
-        assert isinstance(outcome, Run), outcome.reason
-        assert outcome.phase == "planned" and outcome.plan is not None and outcome.plan.policy == "zero-infinity"
-        assert [step.loss for step in outcome.steps] == pytest.approx([step.loss for step in first.steps], rel=1e-4)
+    outcome = followed(runner, "tiny", "zero-infinity", first.trace, options)
+    assert isinstance(outcome, Run), outcome.reason
+    assert outcome.phase == "planned" and outcome.plan is not None and outcome.plan.policy == "zero-infinity"
+    assert [step.loss for step in outcome.steps] == pytest.approx([step.loss for step in first.steps], rel=1e-4)

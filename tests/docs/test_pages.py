@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,6 +14,7 @@ import pytest
 from teraio.options import ExpertOptions, Options, kinds, variable_of
 from tools import models_page, options_page
 
+from ..runtime.processes import Forking
 from .pages import DOCS, NOT_RUN, PAGES, README, ROOT, Page, by_name, each_page
 
 # -- code: all of it compiles, and runs as it stands unless it says that it does not
@@ -29,21 +27,19 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize(("page", "code"), EXAMPLES)
-def test_examples_run_as_they_stand(page: Page, code: str, tmp_path: Path) -> None:
+def test_examples_run_as_they_stand(page: Page, code: str, tmp_path: Path, forking: Forking) -> None:
     """Those of the README with Inductor's code; what Inductor makes of the stages is not the point of the others."""
     compile(code, "example", "exec")
     if code.startswith(NOT_RUN):
         return
     (tmp_path / "traces").symlink_to(ROOT / "traces")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **({} if page is README else {"TERAIO_CODEGEN": "eager"})}
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
+    environment = {"PYTHONPATH": str(ROOT), **({} if page is README else {"TERAIO_CODEGEN": "eager"})}
+    status, printed, errors = forking.run(f"import os; os.chdir({str(tmp_path)!r})\n{code}", **environment)
+    assert status == 0, errors
     for line in code.splitlines():
-        statement, _, printed = line.partition("  # ")
-        if statement.startswith("print(") and printed:
-            assert printed in ran.stdout.splitlines()
+        statement, _, wanted = line.partition("  # ")
+        if statement.startswith("print(") and wanted:
+            assert wanted in printed.splitlines()
 
 
 def test_the_readme_has_one_example_and_it_runs() -> None:

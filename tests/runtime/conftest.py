@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from runtime.storage import PosixStore
 
@@ -35,3 +37,11 @@ def forking(forking_process: Forking) -> Iterator[Forking]:
     """Starts processes. What still runs at the end is killed."""
     yield forking_process
     forking_process.end_all()
+
+
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    """Two ranks, of which the other one does not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()

@@ -14,8 +14,11 @@ import torch
 from planner.errors import ChecksumError, StorageError, StorageIOError
 from runtime.paging import State
 
+from ...thoroughness import by_profile
 from ..cpu_machine import MIB, SECONDS, CpuMachine, Drive, slot_of, within
 from ..memory import break_io, flip_a_bit
+
+STEPS = by_profile(ci=60, long=600)
 
 
 @pytest.fixture
@@ -240,7 +243,7 @@ def test_stages_in_random_order_under_a_budget(tmp_path: Path, debug: bool) -> N
         tensors.append(tensor), blocks.append(block), values.append(number)
 
     def stages() -> None:
-        for step in range(200):
+        for step in range(STEPS):
             chosen = draw.sample(range(8), draw.randint(1, 3))
             hints = [blocks[i] for i in draw.sample(range(8), 2)]
             rig.pager.acquire([blocks[i] for i in chosen], MIB, "stage", then_fetch=hints)
@@ -254,7 +257,7 @@ def test_stages_in_random_order_under_a_budget(tmp_path: Path, debug: bool) -> N
 
     within(SECONDS, stages)
     assert rig.pager.account.peak_bytes <= 12 * MIB
-    assert rig.engine.write_link.moved_bytes > 20 * MIB and rig.engine.read_link.moved_bytes > 20 * MIB
+    assert min(rig.engine.write_link.moved_bytes, rig.engine.read_link.moved_bytes) > STEPS // 10 * MIB
     within(SECONDS, rig.pager.closing.bring_back)
     assert [tensor.unique().tolist() for tensor in tensors] == [[value] for value in values]
     tensors.clear()

@@ -18,12 +18,14 @@ from runtime.device import Lane
 from runtime.paging import Block, State
 from runtime.storage import ALIGNMENT_BYTES
 
+from ...thoroughness import by_profile
 from ..block_machine import SLICES, TIERS
 from ..memory_mover import EndedRange
 from ..simulated_device import SimulatedDevice, SimulatedEvent
 from ..simulated_machine import UNIT, SimulatedMachine, SteppedTransfer
 
 STEPS = 120
+SEEDS = by_profile(ci=4, long=40)
 
 
 MODES = pytest.mark.parametrize("debug", [False, True], ids=["plain", "debug"])
@@ -60,7 +62,7 @@ def run(
 
 @MODES
 @pytest.mark.parametrize("tiers", TIERS, ids="+".join)
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_any_sequence_with_a_device_that_is_parked_between_regions(seed: int, tiers: Sequence[str], debug: bool) -> None:
     run(seed, tiers, lambda machine: setattr(machine, "parks", True), debug=debug)
 
@@ -68,7 +70,7 @@ def test_any_sequence_with_a_device_that_is_parked_between_regions(seed: int, ti
 @MODES
 @pytest.mark.parametrize("lends", [False, True], ids=["whole", "slices"])
 @pytest.mark.parametrize("tiers", TIERS, ids="+".join)
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_any_sequence_in_any_order(
     seed: int, tiers: Sequence[str], lends: bool, debug: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +90,7 @@ def test_any_sequence_in_any_order(
 @pytest.mark.parametrize("tiers", TIERS, ids="+".join)
 def test_an_allocator_without_memory_in_one_piece_costs_time_only(tiers: Sequence[str]) -> None:
     """Copies in and stages find no memory, at any time, although the budget has room: the same bytes, and no error."""
-    for seed in range(10):
+    for seed in range(SEEDS):
         run(seed, tiers, crumbles=0.1)
 
 
@@ -242,7 +244,7 @@ def play(scene: Scene | None, seed: int, prepare: Scene = unchanged, *, debug: b
 @MODES
 @pytest.mark.parametrize("scene", BLOCKS)
 def test_scenes(scene: Scene, debug: bool) -> None:
-    for seed in range(20):
+    for seed in range(by_profile(ci=8, long=40)):
         play(scene, seed, debug=debug)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.errors import StorageFullError
 from runtime.cpu import CpuMemory
@@ -140,14 +139,6 @@ def test_numbers_and_sparse_tensors_are_no_blocks() -> None:
     (result,) = managed(plan, [3, torch.eye(4).to_sparse()], bench)
     assert float(result) == 12
     assert [block.name for block in bench.pager.blocks] == ["slot2"]
-
-
-@pytest.fixture
-def ranks() -> Iterator[None]:
-    """Two ranks, of which the other one does not exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 def test_time_in_collectives_is_told_apart(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import numpy as np
-import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from runtime.paging import Pager, StorageOwnership, given_away, holder_of
 
@@ -65,14 +61,6 @@ def test_a_storage_that_gets_the_key_of_a_dead_one_is_nobodys_yet() -> None:
 
 
 # -- sharded tensors
-
-
-@pytest.fixture
-def ranks() -> Iterator[None]:
-    """Two ranks, of which the other one does not exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 def shard(local: torch.Tensor) -> DTensor:

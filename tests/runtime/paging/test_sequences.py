@@ -20,6 +20,7 @@ from planner.errors import BudgetError, StorageError, StorageFullError
 from runtime.paging import Block, State
 
 from ...line_tracing import Place, can_run_out_of_memory, out_of_memory_at, places_in
+from ...thoroughness import by_profile
 from ..memory_mover import UNIT, Bench, Deadlock, io_error
 
 STEPS = 300
@@ -230,7 +231,7 @@ class AnySequence:
 
 
 @pytest.mark.parametrize("failures", [False, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(by_profile(ci=6, long=40)))
 def test_any_sequence(seed: int, failures: bool) -> None:
     sequence = AnySequence(seed, failures=failures)
     for _ in range(STEPS):

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from planner.errors import StorageError, StorageFullError
 from runtime.storage import ALIGNMENT_BYTES, Slot, Store, cut_slot
 
+from ...thoroughness import by_profile
 from ..memory import read_slot, write_slot
 
 MIB = 1 << 20
@@ -116,7 +117,7 @@ class StoreContract:
             write_slot(store, slot, memory.address)
             assert mapped[:] == memory.content[: extent.length_bytes]
 
-    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=by_profile(ci=6, long=50), deadline=None, suppress_health_check=list(HealthCheck))
     @given(steps=st.lists(st.tuples(st.integers(1, 600_000), st.booleans()), min_size=1, max_size=25))
     def test_slots_never_overlap_and_keep_their_content(self, case: StoreCase, steps: list[tuple[int, bool]]) -> None:
         store = case.make(32 * MIB)
