@@ -67,28 +67,16 @@ def test_make_targets_exist(page: Page) -> None:
 
 
 @each_page
-def test_options_in_text_exist(page: Page) -> None:
-    names = {field.name for field in fields(Options)}
+def test_options_classes_and_dotted_names_exist(page: Page) -> None:
+    options = {"backend", *(field.name for field in fields(Options))}
     for word in page.words:
         if given := re.fullmatch(r'([a-z_]+)=(True|False|\d+|".*")', word):
-            assert given[1] in {*names, "backend"}, f"{page.name}: {word}"
-
-
-@each_page
-def test_classes_exist(page: Page) -> None:
-    for word in page.words:
-        if re.fullmatch(r"[A-Z][a-z]+[A-Z]\w+", word) and word not in FOREIGN:
-            known = word in classes() or hasattr(builtins, word) or hasattr(torch.optim, word) or hasattr(torch, word)
+            assert given[1] in options, f"{page.name}: {word}"
+        elif re.fullmatch(r"[A-Z][a-z]+[A-Z]\w+", word) and word not in FOREIGN:
+            known = word in classes() or any(hasattr(home, word) for home in (builtins, torch.optim, torch))
             assert known, f"{page.name}: {word}"
-
-
-@each_page
-def test_dotted_names_exist(page: Page) -> None:
-    for word in page.words:
-        if found := re.fullmatch(r"((?:teraio|planner|runtime)(?:\.\w+)*)\.(\w+)(?:\(.*\))?", word):
-            if word in FORMATS:
-                continue
-            assert _exists(found[1], found[2]), f"{page.name}: {word}"
+        elif dotted := re.fullmatch(r"((?:teraio|planner|runtime)(?:\.\w+)*)\.(\w+)(?:\(.*\))?", word):
+            assert word in FORMATS or _exists(dotted[1], dotted[2]), f"{page.name}: {word}"
 
 
 def _exists(module: str, name: str) -> bool:

@@ -14,9 +14,8 @@ from planner.errors import StorageError, UnsupportedError
 from runtime.cuda.storage_paths import CudaCopier, PinnedBuffer
 from runtime.storage import ALIGNMENT_BYTES, HostStore, KvikioStore, StagedStore, Store, load_kvikio
 from runtime.system import PIN_CHUNK_BYTES, CudaPinner
-from runtime.transfer import Engine
 
-from ..runtime.memory import read_slot, write_slot
+from ..runtime.memory import write_slot
 from ..runtime.storage import contract
 from .training import needs_gpu
 
@@ -122,26 +121,6 @@ class TestStoreWithAGpu(contract.StoreContract):
     """The contract."""
 
 
-def test_an_engine_carries_blocks_of_the_device(tmp_path: Path) -> None:
-    store = StagedStore([tmp_path], CudaCopier(CUDA), budget_bytes=None)
-    engine = Engine(store)
-    blocks = [GpuBytes(5 * MIB, True) for _ in range(8)]
-    expected = [block.content for block in blocks]
-    slots = [store.allocate(5 * MIB, f"block {number}") for number in range(8)]
-    done: list[object] = []
-    for transfer in [engine.write(slot, block.address, done.append) for slot, block in zip(slots, blocks, strict=True)]:
-        transfer.wait()
-    for block in blocks:
-        block.tensor.zero_()
-    torch.cuda.synchronize()
-    for transfer in [engine.read(slot, block.address, done.append) for slot, block in zip(slots, blocks, strict=True)]:
-        transfer.wait()
-    assert [block.content for block in blocks] == expected
-    assert len(done) == 16
-    engine.close()
-    store.close()
-
-
 def test_copies_do_not_wait_for_the_default_stream() -> None:
     copier = CudaCopier(CUDA)
     buffer, device = PinnedBuffer(MIB), GpuBytes(MIB, True)
@@ -168,28 +147,6 @@ def test_pinned_buffers_are_aligned_and_pinned() -> None:
         buffer = PinnedBuffer(size)
         assert buffer.address % ALIGNMENT_BYTES == 0
         assert buffer._bytes.is_pinned()
-
-
-def test_the_device_copies_from_and_to_a_pinned_slab() -> None:
-    store = HostStore(64 * MIB, pinner=CudaPinner(CUDA))
-    slot = store.allocate(32 * MIB, "weights")
-    copier, device = CudaCopier(CUDA), GpuBytes(32 * MIB, True)
-    expected = device.content
-    begin = 0
-    for extent in slot.extents:
-        copier.to_host(store.address_of(extent), device.address + begin, extent.length_bytes).wait()
-        begin += extent.length_bytes
-    read = HostBytes(32 * MIB, False)
-    read_slot(store, slot, read.address)
-    assert read.content == expected
-    device.tensor.zero_()
-    torch.cuda.synchronize()
-    begin = 0
-    for extent in slot.extents:
-        copier.to_device(device.address + begin, store.address_of(extent), extent.length_bytes).wait()
-        begin += extent.length_bytes
-    assert device.content == expected
-    store.close()
 
 
 def test_a_slab_of_several_chunks_is_pinned_and_given_back() -> None:

@@ -10,15 +10,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import teraio
-
 from .training import MADE_UP, needs_triton
 
 DEVICE = torch.device("cuda")
-WIDTH, LAYERS, ROWS, STEPS = (512, 16, 4096, 6) if MADE_UP else (1024, 12, 8192, 6)
-PEAK_BYTES = 4 * WIDTH * LAYERS * (2 * ROWS + 2 * WIDTH)
-"""What a layer saves for the backward pass, and weights with gradients. Far more than the 20 MiB that PyTorch's allocator maps at
-a time: in a small budget, the free parts of such pages would be too large a share."""
+WIDTH, LAYERS, ROWS, STEPS = 1024, 12, 8192, 6
 
 
 def losses(compile_model: Callable[[torch.nn.Module], Callable[[torch.Tensor], torch.Tensor]]) -> list[float]:
@@ -44,16 +39,6 @@ def test_losses_equal_eager_when_everything_fits() -> None:
     expected = losses(lambda model: model)
     found = losses(lambda model: torch.compile(model, backend="teraio"))
     assert found == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=needs_triton)])
-def test_what_does_not_fit_waits_in_host_memory(codegen: str) -> None:
-    expected = losses(lambda model: model)
-    torch.cuda.empty_cache()
-    options = {"memory_budget": int(0.75 * PEAK_BYTES), "host_budget": 2 * PEAK_BYTES, "codegen": codegen}
-    found = losses(lambda model: torch.compile(model, backend="teraio", options=options))
-    assert found == pytest.approx(expected, rel=1e-4)
-    assert teraio.status()[0].moved_bytes["device->host"] > 0
 
 
 HOST_SIDE = """

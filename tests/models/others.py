@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from .text import HEADS, INNER, LAYERS, SIZES, WIDTH, Batch, llama, sentences
+from .text import HEADS, INNER, LAYERS, SIZES, WIDTH, Batch, configured, llama, sentences
 
 VIT = {"img_size": 64, "patch_size": 8, "embed_dim": WIDTH, "depth": LAYERS, "num_heads": HEADS}
 IMAGE_WORD = 3
@@ -16,68 +16,42 @@ IMAGE_WORD = 3
 
 
 def vit() -> nn.Module:
-    config = transformers.ViTConfig(**SIZES, image_size=64, patch_size=8, num_labels=10)
-    return transformers.ViTForImageClassification(config)
+    return configured("ViT", "ForImageClassification", **SIZES, image_size=64, patch_size=8, num_labels=10)
 
 
 def convnextv2() -> nn.Module:
-    config = transformers.ConvNextV2Config(image_size=64, hidden_sizes=[32, 64, 128, 256], depths=[1, 1, 1, 1], num_labels=10)
-    return transformers.ConvNextV2ForImageClassification(config)
+    sizes = {"image_size": 64, "hidden_sizes": [32, 64, 128, 256], "depths": [1, 1, 1, 1]}
+    return configured("ConvNextV2", "ForImageClassification", **sizes, num_labels=10)
 
 
 def swinv2() -> nn.Module:
     """Windows of which every second layer is shifted."""
-    config = transformers.Swinv2Config(
-        image_size=64, patch_size=4, embed_dim=64, depths=[1, 2, 1], num_heads=[2, 4, 8], window_size=4, num_labels=10
-    )
-    return transformers.Swinv2ForImageClassification(config)
+    sizes = {"image_size": 64, "patch_size": 4, "embed_dim": 64, "depths": [1, 2, 1], "num_heads": [2, 4, 8], "window_size": 4}
+    return configured("Swinv2", "ForImageClassification", **sizes, num_labels=10)
 
 
 def llava() -> nn.Module:
     """Pictures of 64 x 64 as 16 words each, between the others."""
-    config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**SIZES, image_size=64, patch_size=16),
-        text_config=llama().config,
-        image_token_index=IMAGE_WORD,
-        vision_feature_layer=-1,
-    )
-    return transformers.LlavaForConditionalGeneration(config)
+    vision = transformers.CLIPVisionConfig(**SIZES, image_size=64, patch_size=16)
+    settings = {"vision_config": vision, "text_config": llama().config, "image_token_index": IMAGE_WORD}
+    return configured("Llava", "ForConditionalGeneration", **settings, vision_feature_layer=-1)
 
 
 def whisper() -> nn.Module:
-    config = transformers.WhisperConfig(
-        vocab_size=1024,
-        d_model=WIDTH,
-        encoder_layers=LAYERS,
-        decoder_layers=LAYERS,
-        encoder_attention_heads=HEADS,
-        decoder_attention_heads=HEADS,
-        encoder_ffn_dim=INNER,
-        decoder_ffn_dim=INNER,
-        num_mel_bins=80,
-        max_source_positions=64,
-        max_target_positions=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-        use_cache=False,
-    )
-    return transformers.WhisperForConditionalGeneration(config)
+    layers = {
+        f"{part}_{name}": value
+        for part in ("encoder", "decoder")
+        for name, value in (("layers", LAYERS), ("attention_heads", HEADS), ("ffn_dim", INNER))
+    }
+    lengths = {"num_mel_bins": 80, "max_source_positions": 64, "max_target_positions": 64}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "use_cache": False}
+    return configured("Whisper", "ForConditionalGeneration", vocab_size=1024, d_model=WIDTH, **layers, **lengths, **ends)
 
 
 def wav2vec2() -> nn.Module:
-    config = transformers.Wav2Vec2Config(
-        vocab_size=32,
-        **SIZES,
-        conv_dim=(64, 64, 64),
-        conv_stride=(5, 4, 4),
-        conv_kernel=(10, 4, 4),
-        num_feat_extract_layers=3,
-        apply_spec_augment=False,
-        layerdrop=0.0,
-    )
-    return transformers.Wav2Vec2ForSequenceClassification(config)
+    convolutions = {"conv_dim": (64,) * 3, "conv_stride": (5, 4, 4), "conv_kernel": (10, 4, 4), "num_feat_extract_layers": 3}
+    settings = {"vocab_size": 32, **SIZES, **convolutions, "apply_spec_augment": False, "layerdrop": 0.0}
+    return configured("Wav2Vec2", "ForSequenceClassification", **settings)
 
 
 def timm_model(name: str, **settings: Any) -> nn.Module:
@@ -87,70 +61,45 @@ def timm_model(name: str, **settings: Any) -> nn.Module:
     return timm.create_model(name, pretrained=False, num_classes=10, **settings)
 
 
-def unet() -> nn.Module:
+def of_diffusers(name: str, **settings: Any) -> nn.Module:
+    """A model of diffusers for samples of 16 x 16."""
     import diffusers
 
-    return diffusers.UNet2DModel(
-        sample_size=16,
-        in_channels=3,
-        out_channels=3,
-        layers_per_block=1,
-        block_out_channels=(64, 128),
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    )
+    return getattr(diffusers, name)(sample_size=16, **settings)
+
+
+def unet() -> nn.Module:
+    down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+    sizes = {"in_channels": 3, "out_channels": 3, "layers_per_block": 1, "block_out_channels": (64, 128)}
+    return of_diffusers("UNet2DModel", **sizes, down_block_types=down, up_block_types=up)
 
 
 def conditional_unet() -> nn.Module:
     """As in Stable Diffusion: attention to words [rows, words, 64]."""
-    import diffusers
+    down, up = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")
+    sizes = {"in_channels": 4, "out_channels": 4, "layers_per_block": 1, "block_out_channels": (64, 128)}
+    attention = {"cross_attention_dim": 64, "attention_head_dim": 4}
+    return of_diffusers("UNet2DConditionModel", **sizes, **attention, down_block_types=down, up_block_types=up)
 
-    return diffusers.UNet2DConditionModel(
-        sample_size=16,
-        in_channels=4,
-        out_channels=4,
-        layers_per_block=1,
-        block_out_channels=(64, 128),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=64,
-        attention_head_dim=4,
-    )
+
+_PATCHES: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "patch_size": 2,
+    "num_layers": LAYERS,
+    "attention_head_dim": WIDTH // HEADS,
+    "num_attention_heads": HEADS,
+}
 
 
 def sd3() -> nn.Module:
     """The transformer of Stable Diffusion 3: pictures and words in one attention."""
-    import diffusers
-
-    return diffusers.SD3Transformer2DModel(
-        sample_size=16,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=LAYERS,
-        attention_head_dim=WIDTH // HEADS,
-        num_attention_heads=HEADS,
-        joint_attention_dim=64,
-        caption_projection_dim=WIDTH,
-        pooled_projection_dim=64,
-        pos_embed_max_size=16,
-        qk_norm="rms_norm",
-    )
+    words = {"joint_attention_dim": 64, "caption_projection_dim": WIDTH, "pooled_projection_dim": 64}
+    return of_diffusers("SD3Transformer2DModel", **_PATCHES, **words, pos_embed_max_size=16, qk_norm="rms_norm")
 
 
 def dit() -> nn.Module:
-    import diffusers
-
-    return diffusers.DiTTransformer2DModel(
-        sample_size=16,
-        in_channels=4,
-        out_channels=4,
-        num_layers=LAYERS,
-        num_attention_heads=HEADS,
-        attention_head_dim=WIDTH // HEADS,
-        patch_size=2,
-        num_embeds_ada_norm=10,
-    )
+    return of_diffusers("DiTTransformer2DModel", **_PATCHES, num_embeds_ada_norm=10)
 
 
 def llama_with_adapters() -> nn.Module:
@@ -174,12 +123,12 @@ def pictures(steps: int, *, rows: int = 16, size: int = 64) -> list[Batch]:
 
 def pictures_among_words(steps: int) -> list[Batch]:
     """Pictures [16, 3, 64, 64], each of which stands for 16 of the 64 words of its row, which are not learned."""
-    made = sentences(steps)
-    for batch, shown in zip(made, pictures(steps), strict=True):
+    batches = sentences(steps)
+    for batch, shown in zip(batches, pictures(steps), strict=True):
         batch["input_ids"].clamp_(min=IMAGE_WORD + 1)[:, 4:20] = IMAGE_WORD
         batch["labels"][:, 4:20] = -100
         batch["pixel_values"] = shown["pixel_values"]
-    return made
+    return batches
 
 
 def spectrograms(steps: int) -> list[Batch]:
@@ -209,13 +158,13 @@ def noised(steps: int, *, rows: int = 32, channels: int = 3, classes: bool = Fal
     given: names of what else the model takes, normal values [rows, *shape].
     """
     draw = torch.Generator().manual_seed(25)
-    made = []
+    batches = []
     for _ in range(steps):
         clean, noise = (torch.randn(rows, channels, 16, 16, generator=draw) for _ in range(2))
         batch = {"sample": clean + 0.5 * noise, "timestep": torch.randint(0, 1000, (rows,), generator=draw), "noise": noise}
         batch |= {"class_labels": torch.randint(0, 10, (rows,), generator=draw)} if classes else {}
-        made.append(batch | {name: torch.randn(rows, *shape, generator=draw) for name, shape in given.items()})
-    return made
+        batches.append(batch | {name: torch.randn(rows, *shape, generator=draw) for name, shape in given.items()})
+    return batches
 
 
 def own_loss(model: nn.Module, batch: Batch) -> Tensor:

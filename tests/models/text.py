@@ -34,36 +34,34 @@ _DECODER: dict[str, Any] = {
 _EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True}
 
 
-def causal(name: str, **settings: Any) -> nn.Module:
+def configured(name: str, head: str, config: str = "", **settings: Any) -> nn.Module:
+    """`<name><head>` of transformers with those settings of its `<config or name>Config`."""
+    return getattr(transformers, name + head)(getattr(transformers, f"{config or name}Config")(**settings))
+
+
+def causal(name: str, config: str = "", **settings: Any) -> nn.Module:
     """`<name>ForCausalLM` with those settings in place of the usual ones."""
-    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**_DECODER | settings))
+    return configured(name, "ForCausalLM", config, **_DECODER | settings)
 
 
 def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=WORDS,
-        n_embd=WIDTH,
-        n_layer=LAYERS,
-        n_head=HEADS,
-        n_positions=256,
-        **_ENDS,
-    )
-    return transformers.GPT2LMHeadModel(config)
+    sizes = {"vocab_size": WORDS, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 256}
+    return configured("GPT2", "LMHeadModel", **sizes, **_ENDS)
 
 
 def llama(**settings: Any) -> nn.Module:
     return causal("Llama", **settings)
 
 
+_SLIDING: dict[str, Any] = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
+
+
 def gemma2() -> nn.Module:
-    return causal("Gemma2", sliding_window=32, layer_types=["sliding_attention", "full_attention"])
+    return causal("Gemma2", **_SLIDING)
 
 
 def gemma3() -> nn.Module:
-    config = transformers.Gemma3TextConfig(
-        **_DECODER, sliding_window=32, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=WIDTH // HEADS
-    )
-    return transformers.Gemma3ForCausalLM(config)
+    return causal("Gemma3", "Gemma3Text", **_SLIDING, query_pre_attn_scalar=WIDTH // HEADS)
 
 
 def qwen3() -> nn.Module:
@@ -79,34 +77,25 @@ def qwen3_moe() -> nn.Module:
 
 
 def mamba() -> nn.Module:
-    config = transformers.MambaConfig(
-        vocab_size=WORDS,
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        state_size=8,
-        **_ENDS,
+    return configured(
+        "Mamba", "ForCausalLM", vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=LAYERS, state_size=8, **_ENDS
     )
-    return transformers.MambaForCausalLM(config)
 
 
 def bert() -> nn.Module:
-    config = transformers.BertConfig(vocab_size=WORDS, **SIZES, max_position_embeddings=256)
-    return transformers.BertForMaskedLM(config)
+    return configured("Bert", "ForMaskedLM", vocab_size=WORDS, **SIZES, max_position_embeddings=256)
 
 
 def t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=WORDS,
-        d_model=WIDTH,
-        d_ff=INNER,
-        d_kv=WIDTH // HEADS,
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        pad_token_id=0,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
-    return transformers.T5ForConditionalGeneration(config)
+    sizes = {
+        "vocab_size": WORDS,
+        "d_model": WIDTH,
+        "d_ff": INNER,
+        "d_kv": WIDTH // HEADS,
+        "num_layers": LAYERS,
+        "num_heads": HEADS,
+    }
+    return configured("T5", "ForConditionalGeneration", **sizes, pad_token_id=0, decoder_start_token_id=0, use_cache=False)
 
 
 def sentences(steps: int, *, rows: int = 16, length: int = 64) -> list[Batch]:

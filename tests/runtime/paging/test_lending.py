@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -239,30 +240,35 @@ class Known:
     need_bytes: int = 0
 
 
-def after_pressure(
-    source: object, *, rates: CopyRates | None = RATES, valid: bool = False, others: int = 0, visible: bool = False
-) -> State:
+def after_pressure(source: object, *, rates: CopyRates | None = RATES, others: int = 0, visible: bool = False) -> State:
     """Make a block, then room for one more. others: how many blocks leave before it."""
     bench = Bench((1 + others) * SIZE)
     bench.pager.account.copy_rates = rates
     for number in range(others):
         bench.make(f"other {number}", 2).next_use = 9
     block = bench.make("w", 2, visible=visible)
-    block.source, block.next_use, block.copy_is_valid = source, 5, valid
+    block.source, block.next_use = source, 5
     bench.pager.advance_clock()
     bench.pager.evict_until_free((1 + others) * SIZE, keep=[])
     assert bench.pager.account.evictions == 1 + others
     return block.state
 
 
-@pytest.mark.parametrize(("seconds", "state"), [(2.9, State.DROPPED), (3.1, State.OFFLOADING), (None, State.OFFLOADING)])
-def test_what_takes_less_time(seconds: float | None, state: State) -> None:
-    assert after_pressure(Known(seconds)) is state
-
-
-def test_what_is_queued_to_leave_takes_its_time_first() -> None:
-    assert after_pressure(Known(3.1), others=1) is State.DROPPED
-    assert after_pressure(Known(4.1), others=1) is State.OFFLOADING
+@pytest.mark.parametrize(
+    ("source", "settings", "state"),
+    [
+        (Known(2.9), {}, State.DROPPED),
+        (Known(3.1), {}, State.OFFLOADING),
+        (Known(None), {}, State.OFFLOADING),
+        (Known(3.1), {"others": 1}, State.DROPPED),  # what is queued to leave takes its time first
+        (Known(4.1), {"others": 1}, State.OFFLOADING),
+        (None, {}, State.OFFLOADING),
+        (Known(0.0), {"visible": True}, State.OFFLOADING),
+        (Known(0.0), {"rates": None}, State.OFFLOADING),
+    ],
+)
+def test_what_takes_less_time(source: object, settings: dict[str, Any], state: State) -> None:
+    assert after_pressure(source, **settings) is state
 
 
 def test_inputs_that_are_away_have_to_come_back() -> None:
@@ -290,9 +296,3 @@ def test_a_stage_that_may_not_fit_when_it_runs_again() -> None:
 
     assert state(13 * UNIT) is State.DROPPED
     assert state(13 * UNIT + 1) is State.OFFLOADING
-
-
-def test_what_cannot_be_made_anew_or_need_not_be_copied() -> None:
-    assert after_pressure(None) is State.OFFLOADING
-    assert after_pressure(Known(0.0), visible=True) is State.OFFLOADING
-    assert after_pressure(Known(0.0), rates=None) is State.OFFLOADING
