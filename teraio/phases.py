@@ -9,8 +9,7 @@ profile   managed     on demand     planned   when an iteration has run as in an
 planning  managed     on demand     planned   at the end of the iteration in which the plan is ready
                                     demand    when no plan can be made
 planned   managed     by the plan   planned   when a better plan takes over, see [Note: Planning again]
-                                    profile   when several iterations in a row ran other graphs than planned, or when the
-                                              allocator needs more room between blocks, see [Note: Memory in gaps]
+                                    profile   when several iterations in a row ran other graphs than planned
 demand    managed     on demand     none
 fits      unmanaged   never         profile   when a graph is compiled or runs with larger sizes than ever, or when an
                                               iteration took more than the budget
@@ -340,8 +339,6 @@ class PlannedPhase(Phase):
         self._unplanned = 0
         self._collector = QuietCollector()
         self._collector.begin()  # what is there now was made for the iterations to come
-        if run.machine.reserve is not None:
-            run.machine.reserve.begin()
         logger.info(
             "following a plan with %d moves%s an iteration (%s): predicted %.3f s an iteration, %.3f s with unlimited memory",
             len(plan.moves),
@@ -358,18 +355,9 @@ class PlannedPhase(Phase):
             self._recent_seconds.clear()
         # Where an optimizer steps alone, more passes are to come: that does not end a plan.
         self._unplanned = 0 if as_planned else self._unplanned + (not iteration.is_update_alone)
-        reserve = self._run.machine.reserve
-        if reserve is not None and iteration.woken:
-            reserve.begin()  # the allocator has given all its memory back, and has to find its places anew
-        if reserve is not None and reserve.planned_iteration_ended():
-            logger.info(
-                "the allocator ran short of memory in one piece: profiling again with a reserve of %s bytes",
-                f"{reserve.size_bytes:,}",
-            )
-        elif self._unplanned <= self._run.options.profile_iterations:
+        if self._unplanned <= self._run.options.profile_iterations:
             return self
-        else:
-            logger.info("the last %d iterations were not those that were planned: profiling again", self._unplanned)
+        logger.info("the last %d iterations were not those that were planned: profiling again", self._unplanned)
         self.end()
         return ProfilePhase(self._run)
 

@@ -15,7 +15,7 @@ from runtime.storage import Extent, HostStore, Store
 from runtime.system import CudaPinner, pci_address, processors_near
 from runtime.transfer import Engine, LinkRates
 from teraio.machine.budgets import ResolvedBudgets
-from teraio.machine.machine import Machine, OpenTier, Reserve, Shared, io_threads, open_storage
+from teraio.machine.machine import Machine, OpenTier, Shared, io_threads, open_storage
 from teraio.options import Options
 
 _MEASURED_RUNS = 4  # runs of a stage in which its workspace is measured
@@ -71,7 +71,6 @@ def open_cuda(
             tiers=tiers,
             bus=_shared(tiers),
             allocator=streams,
-            reserve=Reserve(streams, budget) if budget is not None else None,
             free_bytes=lambda: streams.free_bytes,
             lift_limit=lambda: _lift_limit(streams),
             undo=undo.pop_all(),

@@ -74,7 +74,7 @@ class Rig:
             moved_bytes=mover.moved_bytes,
             busy_seconds=mover.busy_seconds,
             trim=self._trim,
-            reserve=None,
+            allocator=None,
         )
         checked, subgroups = parse_options({"profile_iterations": 2, **options}), SimpleNamespace(used_bytes=5)
         self.context = RunContext(

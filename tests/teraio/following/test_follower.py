@@ -241,6 +241,73 @@ def test_stopping_ends_the_solver(training: VirtualTraining) -> None:
     training.iteration()
 
 
+# -- how much of a GPU's budget stays free, see [Note: Memory in gaps]
+
+
+class Allocator:
+    """Of BUDGET bytes; a STEP of it is what a raise begins with."""
+
+    spare_bytes = 0
+    reserved_bytes = 0
+    retries = 5
+
+    def describe_pools(self) -> str:
+        return "user code: 7 bytes free"
+
+
+BUDGET = STAGES * BLOCK_BYTES
+STEP = BUDGET // 32
+NOBODY_HELPS = "takes memory away 2.0 times an iteration, and keeping more of it free does not help (user code: 7 bytes free)"
+
+
+@pytest.mark.parametrize(
+    ("under", "reserves", "told"),
+    [
+        # By steps that stay free: seconds of a stage (1.0 is planned), and retries of an iteration.
+        ({0: (1.09, 0)}, [0], ""),
+        ({0: (1.005, 2)}, [0], ""),
+        ({0: (1.09, 2), 1: (1.05, 0)}, [0, 1], "8 bytes are best (8.720 s with 0 bytes, 8.400 s with 8 bytes)"),
+        ({0: (1.09, 2), 1: (1.07, 2), 3: (1.05, 1), 7: (1.03, 1), 8: (1.03, 1)}, [0, 1, 3, 7, 8, 7], "56 bytes are best"),
+        ({0: (1.08, 2), 1: (1.09, 1), 3: (1.03, 0)}, [0, 1, 3], "24 bytes are best"),  # the first raise alone would not do
+        ({0: (1.09, 2), 1: (1.07, 1), 3: (1.08, 0)}, [0, 1, 3, 1], "8 bytes are best"),
+        ({n: (1.09, 2) for n in (0, 1, 3, 7, 8)}, [0, 1, 3, 7, 8, 0], NOBODY_HELPS),
+    ],
+)
+def test_of_the_reserves_that_are_tried_the_one_with_the_fastest_iterations_stays(
+    training: VirtualTraining,
+    caplog: pytest.LogCaptureFixture,
+    under: dict[int, tuple[float, int]],
+    reserves: list[int],
+    told: str,
+) -> None:
+    allocator = training.mover.allocator = Allocator()
+    running = Following(training, (6, 6))
+    running.jobs.answers = [None] * max(len(set(reserves)) - 1, 0)
+    seen = [0]
+    with caplog.at_level(logging.INFO, logger="teraio"):
+        for _ in range(8 * len(reserves)):
+            seconds, retries = under[allocator.spare_bytes // STEP]
+            allocator.retries += retries
+            running.run_at(seconds)
+            seen += [allocator.spare_bytes // STEP] if allocator.spare_bytes // STEP != seen[-1] else []
+    assert seen == reserves and running.jobs.answers == []
+    assert running.follower.plan.budgets.device_bytes == BUDGET - allocator.spare_bytes
+    assert told in "".join(said(caplog))
+
+
+@pytest.mark.parametrize("answer", ["slower", "none"])
+def test_a_plan_with_a_larger_reserve_that_promises_no_less_than_retries_cost(training: VirtualTraining, answer: str) -> None:
+    """It is not even tried, and asked for once only."""
+    allocator = training.mover.allocator = Allocator()
+    running = Following(training, (6, 6))
+    slower = plan_for(running.profile.trace, (1, 1), (2, 2), (3, 3), (6, 7))
+    running.jobs.answers = [slower if answer == "slower" else SolverError("out of luck")]
+    for _ in range(9):
+        allocator.retries += 1
+        running.run_at(1.1)
+    assert running.jobs.answers == [] and allocator.spare_bytes == 0 and running.replans == 0 and running.asked_for(6) == [6]
+
+
 # -- how soon
 
 

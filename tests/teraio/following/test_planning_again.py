@@ -61,7 +61,7 @@ class Rank:
 
     @property
     def moves(self) -> tuple[Any, ...]:
-        return self.follower._now.plan.moves
+        return self.follower.plan.moves
 
 
 def run(ranks: Sequence[Rank], times: int) -> None:
@@ -115,7 +115,7 @@ def test_a_plan_that_takes_long_is_waited_for_by_all(pair: list[Rank]) -> None:
 
 
 def test_the_old_plan_stays_everywhere_if_the_new_one_is_not_better(pair: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
-    slowest(pair[1], pair[1].follower._now.plan)
+    slowest(pair[1], pair[1].follower.plan)
     with caplog.at_level(logging.INFO, logger="teraio"):
         run(pair, 18)
     assert [rank.followed for rank in pair] == [[], []]
@@ -160,7 +160,7 @@ def test_a_plan_that_cannot_be_made_leaves_the_old_one_everywhere(pair: list[Ran
 
 def test_a_rank_that_runs_other_iterations_is_left_alone(pair: list[Rank]) -> None:
     one, two = pair
-    plan = two.follower._now.plan
+    plan = two.follower.plan
     changed = plan.budgets.model_copy(update={"device_bytes": plan.budgets.device_bytes * 2})
     two.follower._now = replace(two.follower._now, plan=plan.model_copy(update={"budgets": changed}))
     two.jobs.answers = [None]

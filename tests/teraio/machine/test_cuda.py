@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,25 +167,26 @@ def test_what_cannot_be_pinned_is_out_of_reach_of_kernels(cuda: FakeCuda) -> Non
     assert seen
 
 
-def test_memory_in_gaps_raises_the_reserve_and_is_planned_again(cuda: FakeCuda) -> None:
-    """The allocator has to take memory away in planned iterations, until a larger part of the budget is left free."""
+def test_memory_in_gaps_raises_the_reserve_while_the_plan_is_followed(cuda: FakeCuda) -> None:
+    """The allocator has to take memory away in planned iterations, and that takes long, until more of the budget stays free."""
     _, peak = reference(PLAIN)
     budget = int(0.85 * peak)
-    enough = []
+    reserves = []
 
     def between(step: int, module: torch.nn.Module) -> None:
         (status,) = teraio.status()
         assert status.reserve_bytes is not None and status.allocator_retries == cuda.retries
-        enough.append(status.reserve_bytes)
-        cuda.retries += status.phase == "planned" and status.reserve_bytes == enough[0]
+        reserves.append(status.reserve_bytes)
+        if status.phase == "planned" and status.reserve_bytes == reserves[0]:
+            cuda.retries += 1
+            time.sleep(1.0)
 
     options = {"memory_budget": budget, "host_budget": 4 * peak, "solver_time_limit": 5}
-    found = train(PLAIN, options, device=CPU, scale=SCALE, steps=2 * STEPS + 2, between=between)
+    found = train(PLAIN, options, device=CPU, scale=SCALE, steps=32, between=between)
     check_within(found, budget)
     phases = [status.phase for status in found.progress]
-    first = phases.index("planned")
-    assert "profile" in phases[first:] and phases[-1] == "planned", phases
-    assert enough[-1] == enough[0] + budget // 32
+    assert set(phases[phases.index("planned") :]) == {"planned"}
+    assert reserves[-1] == reserves[0] + budget // 32
 
 
 def test_memory_that_is_not_in_one_piece_costs_time_only(monkeypatch: pytest.MonkeyPatch) -> None:

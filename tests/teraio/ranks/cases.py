@@ -128,7 +128,7 @@ def trained(options: list[dict[str, Any]], steps: int = 14, pause: tuple[float, 
     }
     follower = run._phase.follower
     if follower is not None:
-        found["moves"] = [move.model_dump(mode="json") for move in follower._now.plan.moves]
+        found["moves"] = [move.model_dump(mode="json") for move in follower.plan.moves]
     dist.barrier()
     found["node"] = {rank: [each.phase for each in told] for rank, told in teraio.node_status().items()}
     dist.barrier()
