@@ -7,6 +7,7 @@ machine's description says (`tools/made_up_cuda/emulated`). The device has the m
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,10 +27,10 @@ from teraio.capturing.hardware import MachineDescription
 MACHINES = ("h100", "rtx4090")
 DEFAULT_SIZES = ("llama-3.2-1b", "llama-3.2-3b", "llama-3-8b")
 PERCENTS = (50, 30, 70)
-TIERS = ("host", "host and storage")
 WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "teraio": {"backend": "teraio"},
+        "teraio, host": {"backend": "teraio"},
+        "teraio, host and storage": {"backend": "teraio"},
         "eager": {},
         "checkpointing": {"checkpointed": True},
         "save_on_cpu": {"save_on_cpu": True},
@@ -45,7 +46,9 @@ PROGRAM = "benchmarks.emulated_training"
 _MEMORY = 400_000_000_000
 """Of a device without a budget."""
 _PATIENCE_SECONDS = 600.0
-_WARM_STEPS = 40
+_WARM_STEPS = 60
+_SETTLED = 10  # iterations by a plan for which none was made: the allocator has found its places, and no other reserve is tried
+_MOMENT_SECONDS = 0.1
 _GROUPS = 3
 _GROUP_SECONDS = 2.0
 TRAININGS = "emulated.jsonl"
@@ -122,18 +125,17 @@ def _of_size(what: Emulation, folder: Path, machine: str, size: str, samples: di
         for name, way in WAYS.items():
             if what.ways and name not in what.ways:
                 continue
-            for tiers in TIERS if name == "teraio" else TIERS[:1]:
-                label = f"{percent} %, {name}" + (f", {tiers}" if name == "teraio" else "")
-                options = _options(description, budget, peak, tiers, what.output) if name == "teraio" else {}
-                yield from _figures(f"{title}, {label}", run(label, way, budget, **options), base, budget)
+            label, on_teraio = f"{percent} %, {name}", way.get("backend") == "teraio"
+            options = _options(description, budget, peak, "storage" in name, what.output) if on_teraio else {}
+            yield from _figures(f"{title}, {label}", run(label, way, budget, **options), base, budget)
 
 
-def _options(description: MachineDescription, budget: int, peak: int, tiers: str, folder: Path) -> dict[str, Any]:
+def _options(description: MachineDescription, budget: int, peak: int, drives: bool, folder: Path) -> dict[str, Any]:
     """Return teraio's options. The host tier alone holds the whole training if the machine can; beside drives, a quarter."""
-    host = peak // 4 if "storage" in tiers else peak * 5 // 4
+    host = peak // 4 if drives else peak * 5 // 4
     options: dict[str, Any] = {"codegen": "eager", "memory_budget": budget}
     options["host_budget"] = min(host, (description.hardware.host_memory_bytes or host) * 3 // 4)
-    if "storage" in tiers:
+    if drives:
         options["storage"] = str(folder)
     return options
 
@@ -209,9 +211,11 @@ def _run(setting: RivalSetting, log: Path, surroundings: Mapping[str, str], limi
         followed = 0
         for _ in range(_WARM_STEPS if setting.backend == "teraio" else 3):
             step = worker.step()
+            began = time.perf_counter()
             worker.wait_for_plan()
-            followed = followed + 1 if step.phase == "planned" else 0
-            if followed == 6:  # the allocator has found its places, and did not ask for another plan
+            none_made = time.perf_counter() - began < _MOMENT_SECONDS
+            followed = followed + 1 if step.phase == "planned" and none_made else 0
+            if followed == _SETTLED:
                 break
         worker.reset_peak()
         count = max(1, round(_GROUP_SECONDS / step.seconds))
