@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -28,9 +30,9 @@ def planning_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=InProcessJob))
 
 
-def model() -> nn.Module:
+def model(count: int = LAYERS) -> nn.Module:
     torch.manual_seed(0)
-    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
+    layers = [layer for _ in range(count) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
     return nn.Sequential(*layers)
 
 
@@ -111,3 +113,54 @@ def test_a_model_beyond_the_device_and_main_memory_lives_as_under_eager_code(tmp
             assert saved.keys() == wanted.keys()
             assert all(torch.equal(value, wanted[key].cpu()) for key, value in saved.items()), name
     assert found == losses
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    """All but the first layer is frozen, as a base model under a small trained part is."""
+    for number, parameter in enumerate(module.parameters()):
+        parameter.requires_grad_(number == 0)
+    return module
+
+
+def write_safetensors(module: nn.Module, path: Path) -> None:
+    """By hand: a machine with a GPU need not have the package."""
+    header, data = {}, b""
+    for name, tensor in module.state_dict().items():
+        begin, data = len(data), data + tensor.cpu().numpy().tobytes()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, len(data)]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+@pytest.mark.timeout(600)
+def test_frozen_weights_stay_in_their_file_and_train_as_eager_code_does(tmp_path: Path) -> None:
+    count, file = 14, tmp_path / "model.safetensors"
+    options = {
+        "memory_budget": 208 * MIB,
+        "storage": tmp_path,
+        "codegen": "eager",
+        "profile_iterations": 1,
+        "solver_time_limit": 5,
+    }
+    with torch.device(DEVICE):
+        eager = frozen(model(count))
+        write_safetensors(eager, file)
+        before = file.read_bytes()
+        expected = losses_of(eager, torch.optim.SGD(list(eager.parameters())[:1], lr=1e-2), range(4))
+        trained = next(eager.parameters()).detach().cpu()
+        del eager
+        torch.cuda.empty_cache()
+        with teraio.under_budget(**options) as taking:
+            with torch.device("meta"):
+                made = model(count)
+            taking.load(made, file)
+        teraio.compile(frozen(made), **options)
+        assert losses_of(made, torch.optim.SGD(list(made.parameters())[:1], lr=1e-2), range(4)) == expected
+        (status,) = teraio.status()
+        assert status.device_peak_bytes <= 208 * MIB and (status.reserved_bytes or 0) <= 208 * MIB
+        with teraio.on_device([parameter := next(made.parameters())]):
+            assert torch.equal(parameter.detach().cpu(), trained)
+    assert status.moved_bytes["storage->device"] > (count - 1) * 4 * WIDTH**2
+    assert file.read_bytes() == before
+    assert status.moved_bytes["device->storage"] <= 5 * 8 * WIDTH**2, "of the trained layer and its gradient only"
+    teraio.reset()
