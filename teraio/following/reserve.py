@@ -125,7 +125,7 @@ class Reserve(Generic[Followed]):
         self._allocator.spare_bytes = best.spare_bytes
         told = ", ".join(f"{each.seconds:.3f} s with {each.spare_bytes:,} bytes" for each in tried)
         logger.info("of what may stay free between blocks, %s bytes are best (%s)", f"{best.spare_bytes:,}", told)
-        if min(each.retries for each in tried[1:]) >= tried[0].retries:  # there is another cause
+        if best is tried[0] and min(each.retries for each in tried[1:]) >= best.retries:  # there is another cause
             logger.warning(
                 "the allocator takes memory away %.1f times an iteration, and keeping more of it free does not help (%s): "
                 "allocate what stays before training, or call torch.cuda.empty_cache() before it",

@@ -267,7 +267,7 @@ NOBODY_HELPS = "takes memory away 2.0 times an iteration, and keeping more of it
         ({0: (1.09, 0)}, [0], ""),
         ({0: (1.005, 2)}, [0], ""),
         ({0: (1.09, 2), 1: (1.05, 0)}, [0, 1], "8 bytes are best (8.720 s with 0 bytes, 8.400 s with 8 bytes)"),
-        ({0: (1.09, 2), 1: (1.07, 2), 3: (1.05, 1), 7: (1.03, 1), 8: (1.03, 1)}, [0, 1, 3, 7, 8, 7], "56 bytes are best"),
+        ({0: (1.09, 2), 1: (1.07, 2), 3: (1.05, 2), 7: (1.03, 2), 8: (1.03, 2)}, [0, 1, 3, 7, 8, 7], "56 bytes are best"),
         ({0: (1.08, 2), 1: (1.09, 1), 3: (1.03, 0)}, [0, 1, 3], "24 bytes are best"),  # the first raise alone would not do
         ({0: (1.09, 2), 1: (1.07, 1), 3: (1.08, 0)}, [0, 1, 3, 1], "8 bytes are best"),
         ({n: (1.09, 2) for n in (0, 1, 3, 7, 8)}, [0, 1, 3, 7, 8, 0], NOBODY_HELPS),
@@ -293,6 +293,7 @@ def test_of_the_reserves_that_are_tried_the_one_with_the_fastest_iterations_stay
     assert seen == reserves and running.jobs.answers == []
     assert running.follower.plan.budgets.device_bytes == BUDGET - allocator.spare_bytes
     assert told in "".join(said(caplog))
+    assert any(record.levelno == logging.WARNING for record in caplog.records) == (told == NOBODY_HELPS)
 
 
 @pytest.mark.parametrize("answer", ["slower", "none"])
