@@ -151,6 +151,12 @@ class Phase:
         """Stop what the phase has started. Waits until it has stopped."""
 
 
+_OTHER_SIZES = (
+    "the graphs had inputs of other sizes in each, and a plan is for one size: blocks move on demand. For a plan, pad batches to "
+    "one length, or group those of equal length"
+)
+
+
 class ProfilePhase(Phase):
     """Records iterations until enough equal ones have ended, and makes a trace of them."""
 
@@ -161,6 +167,7 @@ class ProfilePhase(Phase):
         self._recorded: list[Iteration] = []
         self._repetition = Repetition(run.border)
         self._problem: str | None = None
+        self._sizes_differed = False
 
     @property
     def waiting_for(self) -> str:
@@ -191,8 +198,14 @@ class ProfilePhase(Phase):
             self._recorded.clear()
             return self
         if self._recorded and self._recorded[-1].signature != iteration.signature:
+            if iteration.differs_in_sizes_only(self._recorded[-1]):
+                self._problem = _OTHER_SIZES
+                if not self._sizes_differed:
+                    logger.info("no plan yet: %s", _OTHER_SIZES)
+                self._sizes_differed = True
+            else:
+                self._problem = f"other graphs ran in them, and they did not repeat after up to {LONGEST_PERIOD} iterations"
             self._recorded.clear()  # a trace is of one iteration: those that it is made of must have run the same graphs
-            self._problem = f"other graphs ran in them, and they did not repeat after up to {LONGEST_PERIOD} iterations"
         self._recorded.append(iteration)
         # The iteration before the last tells which blocks outlive it, so one more is recorded than the options ask for.
         measured, wanted = self._recorded[1:], self._run.options.profile_iterations

@@ -10,9 +10,11 @@ from runtime.execution.program import (
     Observer,
     Phase,
     Program,
+    SizedGraph,
     Stage,
     StageFunction,
     StageRerun,
     StageRun,
+    graph_of,
 )
 from runtime.execution.rerun import Reruns

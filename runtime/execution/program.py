@@ -73,11 +73,23 @@ class Resize(Protocol):
         """Return `program` for the sizes that `other` was resized for, its forward or backward graph."""
 
 
+class SizedGraph(NamedTuple):
+    """Identity of a graph that was resized. Its stages, and the blocks that they make, are the same ones at all sizes."""
+
+    graph: Hashable
+    sizes: tuple[int, ...]
+
+
+def graph_of(identity: Hashable) -> Hashable:
+    """Return the part of an identity that does not depend on sizes."""
+    return identity.graph if isinstance(identity, SizedGraph) else identity
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Program:
     """A compiled forward or backward graph.
 
-    identity: distinguishes graphs within a process, in order of compilation.
+    identity: distinguishes graphs within a process, in order of compilation; `SizedGraph` after `resize`.
     slot_names, slot_kinds: one for each slot. The graph's inputs are in the first `input_count` slots.
     results: for each output of the graph a slot, or a constant.
     user_results: positions in `results` that user code can reach at once (model outputs, gradients).

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from runtime.device import Mark
+from runtime.execution import graph_of
 from runtime.paging import Block
 
 # Prefetched blocks that were waited for, by trace id, each with the seconds from the start of the wait to its arrival.
@@ -138,6 +139,11 @@ class Iteration:
         """A value that is equal for iterations that ran the same regions in the same order."""
         left_out = (("left out", place) for place in self.left_out)
         return *((r.identity, len(r.stages)) for r in self.regions), *left_out
+
+    def differs_in_sizes_only(self, other: Iteration) -> bool:
+        """Whether both ran the same graphs with other sizes of their inputs."""
+        runs = [[(graph_of(r.identity), len(r.stages)) for r in each.regions] for each in (self, other)]
+        return runs[0] == runs[1] and self.left_out == other.left_out and self.signature != other.signature
 
     @property
     def complete(self) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from runtime.device import Mark
-from runtime.execution import StageRerun, StageRun
+from runtime.execution import StageRerun, StageRun, graph_of
 from runtime.paging import Pager
 from teraio.profiling.iteration import Iteration, LateBlocks, Region, RerunRecord, StageRecord
 
@@ -72,10 +72,15 @@ class IterationRecorder:
 
     @property
     def previous_region(self) -> Region | None:
-        """The region of the previous iteration in the place of the current one, if it ran the same graph or optimizer."""
+        """The region of the previous iteration in the place of the current one, if it ran the same graph or optimizer.
+
+        Whatever the sizes were: stages use the same blocks at all sizes.
+        """
         place = len(self._iteration.regions) - 1
         regions = self.previous.regions if self._recording and self.previous is not None else []
-        return regions[place] if 0 <= place < len(regions) and regions[place].identity == self.region.identity else None
+        if not 0 <= place < len(regions):
+            return None
+        return regions[place] if graph_of(regions[place].identity) == graph_of(self.region.identity) else None
 
     # -- stages
 

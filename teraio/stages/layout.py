@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from runtime.device import MIN_MOVED_BYTES
-from runtime.execution import Constant, Kind, Phase, Program, Stage, StageFunction
+from runtime.execution import Constant, Kind, Phase, Program, SizedGraph, Stage, StageFunction
 from teraio.stages.kernels import storages_of
 from teraio.stages.operators import Symbols, has_collectives, has_storage, is_symbolic, output_bytes, storage_bytes
 from teraio.stages.split import Subgraph, peak_bytes
@@ -160,7 +160,7 @@ class Resizer:
         )
         key = tuple(symbols.values())
         sizes = cast(Any, self.program_bytes(symbols))
-        return replace(program, identity=(program.identity, key), stages=stages, sizes=symbols, **sizes)
+        return replace(program, identity=SizedGraph(program.identity, key), stages=stages, sizes=symbols, **sizes)
 
     def stage_bytes(self, number: int, symbols: Symbols) -> dict[str, int]:
         """Return the byte counts of a stage, by their names in `Stage`. Where a symbol is missing, its hint stands in."""

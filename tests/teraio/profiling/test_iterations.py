@@ -17,7 +17,7 @@ from torch.optim import SGD
 import teraio
 from teraio.profiling import Iteration, IterationBorder, PeakWatch, Region, StageRecord, profiler, times_agree
 
-from ...training import MIB, Training, begin, mean_square_step
+from ...training import MIB, Training, begin, blocks, mean_square_step
 
 
 def weight() -> nn.Parameter:
@@ -258,6 +258,21 @@ def test_a_batch_that_is_larger_than_all_that_fitted_keeps_the_budget(tmp_path: 
     loss = training.model(rows_of(2048)).square().mean()
     loss.backward()
     assert torch.isfinite(loss) and teraio.status() == ()
+
+
+def test_batches_of_other_sizes_run_on_demand_with_the_next_uses_of_the_one_before(tmp_path: Path) -> None:
+    training = begin_small({"storage": tmp_path, "profile_iterations": 1}, dynamic=True)
+    known = []
+    for rows in (1024, 896, 768, 640, 960):
+        loss = training.model(rows_of(rows)).square().mean()
+        known.append([bool(block.uses) for block in blocks() if block.kind == "activation"])
+        loss.backward()
+        training.optimizers[0].step()
+        training.optimizers[0].zero_grad()
+    assert not any(known[0]) and len(known[0]) > 8 and all(map(all, (each[1:] for each in known[1:]))), "all but the input"
+    (status,) = teraio.status()
+    assert status.phase == "profile" and "inputs of other sizes" in status.waiting_for
+    assert status.moved_bytes["device->storage"] and status.device_peak_bytes <= BUDGET_BYTES
 
 
 @pytest.mark.parametrize("held", [0, 80 * MIB])
