@@ -72,6 +72,9 @@ class Resize(Protocol):
     def alike(self, program: Program, other: Program) -> Program:
         """Return `program` for the sizes that `other` was resized for, its forward or backward graph."""
 
+    def largest(self, program: Program) -> Program:
+        """Return `program` for the largest sizes that are known when it is compiled, to which it was cut."""
+
 
 class SizedGraph(NamedTuple):
     """Identity of a graph that was resized. Its stages, and the blocks that they make, are the same ones at all sizes."""

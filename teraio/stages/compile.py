@@ -94,7 +94,8 @@ class StageCompiler:
         counted = frozenset[str]() if is_forward else self._forward_values
         program = lay_out(gm, stages, inputs, identity=identity, phase=phase, counted=counted)
         if is_forward:  # its backward graph comes next, where what it saves has the same name
-            self._forward_bytes = max((stage.need_bytes for stage in program.stages), default=0)
+            largest = program if program.resize is None else program.resize.largest(program)
+            self._forward_bytes = max((stage.need_bytes for stage in largest.stages), default=0)
             self._forward_values = frozenset(node.name for node in (*gm.graph.find_nodes(op="placeholder"), *results_of(gm)))
         return program
 

@@ -55,6 +55,7 @@ def lay_out(
     lasting = {storages[node] for node in (*placeholders, *returned) if node in storages}
     unmoved = [n for n in (*placeholders, *returned) if n.name not in counted]
     resizer = Resizer(placeholders, returned, unmoved, subgraphs)
+    hints = _symbol_values(placeholders, [node.meta.get("val") for node in placeholders])
 
     def stage(number: int, compiled: CompiledStage) -> Stage:
         subgraph = compiled.subgraph
@@ -67,9 +68,9 @@ def lay_out(
             outputs=tuple(slots[n] for n in subgraph.outputs),
             frees=tuple(s for s in dict.fromkeys(touched) if uses[s][-1] == number and s not in kept),
             next_uses=tuple(next((u for u in uses[s] if u > number), -1) for s in touched),
-            **resizer.stage_bytes(number, {}),
+            **resizer.stage_bytes(number, hints),
             mutates=tuple(slots[n] for n in subgraph.mutated),
-            reads_lasting=all(storages[node] in lasting or _is_small(node, {}) for node in subgraph.inputs),
+            reads_lasting=all(storages[node] in lasting or _is_small(node, hints) for node in subgraph.inputs),
             has_collectives=has_collectives(subgraph.module.graph),
             repeatable=compiled.repeatable,
             never_again=compiled.never_again,
@@ -86,8 +87,8 @@ def lay_out(
         slot_kinds=(*(kind for _, kind in inputs), *(_kind(s, phase, s in kept) for s in range(len(inputs), len(slots)))),
         results=results,
         user_results=user_results(output, phase),
-        **cast(Any, resizer.program_bytes({})),
-        small_parameter_bytes=_small_bytes(parameters, {}),
+        **cast(Any, resizer.program_bytes(hints)),
+        small_parameter_bytes=_small_bytes(parameters, hints),
         resize=resizer if is_symbolic(placeholders) else None,
     )
 
@@ -154,6 +155,9 @@ class Resizer:
     def alike(self, program: Program, other: Program) -> Program:
         return self._resized(program, other.sizes)
 
+    def largest(self, program: Program) -> Program:
+        return self._resized(program, {})
+
     def _resized(self, program: Program, symbols: Symbols) -> Program:
         stages = tuple(
             replace(stage, **cast(Any, self.stage_bytes(number, symbols))) for number, stage in enumerate(program.stages)
@@ -163,7 +167,7 @@ class Resizer:
         return replace(program, identity=SizedGraph(program.identity, key), stages=stages, sizes=symbols, **sizes)
 
     def stage_bytes(self, number: int, symbols: Symbols) -> dict[str, int]:
-        """Return the byte counts of a stage, by their names in `Stage`. Where a symbol is missing, its hint stands in."""
+        """Return the byte counts of a stage, by their names in `Stage`. Missing symbols: see `known_size`."""
         subgraph = self._subgraphs[number]
         return {
             "input_bytes": _distinct_bytes(subgraph.inputs, symbols),
@@ -190,7 +194,7 @@ def _waiting_at(subgraphs: Sequence[Subgraph], returned: Sequence[Node]) -> list
 
 
 def _symbol_values(placeholders: Sequence[Node], arguments: Sequence[Any]) -> dict[Any, int]:
-    """Return the values of the symbols that are themselves sizes of a graph's inputs, from the arguments of one call."""
+    """Return the values of those symbols that are themselves sizes of a graph's inputs, from arguments, or their hints."""
     values: dict[Any, int] = {}
     for node, argument in zip(placeholders, arguments, strict=True):
         fake = node.meta.get("val")
@@ -199,7 +203,7 @@ def _symbol_values(placeholders: Sequence[Node], arguments: Sequence[Any]) -> di
             pairs = list(zip((*fake.shape, *fake.stride()), (*argument.shape, *argument.stride()), strict=True))
         for symbolic, actual in pairs:
             if isinstance(symbolic, torch.SymInt) and symbolic.node.expr.is_Symbol:
-                values[symbolic.node.expr] = int(actual)
+                values[symbolic.node.expr] = int(actual.node.hint if isinstance(actual, torch.SymInt) else actual)
     return values
 
 

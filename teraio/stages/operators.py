@@ -24,6 +24,9 @@ from torch.fx import Graph, Node
 Symbols = Mapping[Any, int]
 
 
+_UNBOUNDED = 1 << 48  # PyTorch writes no bound as its infinity, or as the largest index
+
+
 def has_storage(value: Any) -> TypeGuard[torch.Tensor]:
     """Return whether `value` is a tensor in a storage of its own; a sparse tensor is not."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
@@ -64,13 +67,26 @@ def precision(tensors: Iterable[torch.Tensor]) -> torch.dtype:
 
 
 def known_size(size: int | torch.SymInt, symbols: Symbols = MappingProxyType({})) -> int:
-    """Return a size as a number: by the values of its symbols, or else its hint. A size that depends on data has none: 1."""
+    """Return a size as a number: by the values of its symbols, or else the largest size that is known.
+
+    That is what the user has promised (`torch._dynamo.mark_dynamic(..., max=)`), so that the cut of a graph does not depend on
+    which batch came first; or else the hint, the size at compilation. A size that depends on data has none: 1.
+    """
     if isinstance(size, int):
         return size
     expression = size.node.expr
+    if not expression.free_symbols <= symbols.keys():
+        symbols = _largest(size)
     if symbols and expression.free_symbols <= symbols.keys():
         return int(expression.xreplace({s: sympy.Integer(symbols[s]) for s in expression.free_symbols}))
     return int(size.node.hint if size.node.hint is not None else 1)
+
+
+def _largest(size: torch.SymInt) -> Symbols:
+    """Return the upper bounds of those symbols of a size that have one."""
+    ranges = size.node.shape_env.var_to_range
+    bounds = {symbol: ranges[symbol].upper for symbol in size.node.expr.free_symbols if symbol in ranges}
+    return {symbol: int(bound) for symbol, bound in bounds.items() if bound.is_finite and bound < _UNBOUNDED}
 
 
 def is_symbolic(nodes: Iterable[Node]) -> bool:

@@ -44,7 +44,7 @@ class Captured:
         return GraphModule(self.graph, twin)
 
 
-def capture(model: nn.Module, *batches: Tensor, dynamic: bool = False, loss: bool = True) -> list[Captured]:
+def capture(model: nn.Module, *batches: Tensor, dynamic: bool | None = False, loss: bool = True) -> list[Captured]:
     """Run `model` on the batches under torch.compile (forward and backward of the sum) and keep its graphs."""
     torch._dynamo.reset()
     captured: list[Captured] = []

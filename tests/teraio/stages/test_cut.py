@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -152,6 +153,20 @@ def test_a_longer_least_duration_gives_fewer_stages() -> None:
     forward = transformer(5)[0]
     counts = [count(forward.fresh(), CutPolicy(shortest_seconds=seconds)) for seconds in (1e-9, 1e-5, 1e-4, 1e-2, 1)]
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[2] > 1 == counts[-1]
+
+
+def test_a_graph_is_cut_for_the_largest_batch_that_is_promised_whichever_comes_first() -> None:
+    layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    policy = CutPolicy(shortest_seconds=1e-3, far_above=math.inf)
+
+    def count_of(rows: int, *, promised: bool) -> int:
+        batch = torch.zeros(rows, 256)
+        if promised:
+            torch._dynamo.mark_dynamic(batch, 0, min=2, max=1 << 16)
+        forward, _ = capture(layers, batch, dynamic=None if promised else True)
+        return count(forward.fresh(), policy)
+
+    assert count_of(8, promised=True) == count_of(1 << 16, promised=True) > count_of(8, promised=False)
 
 
 def test_a_graph_without_known_modules_is_cut_as_finely_as_its_layers_would_be() -> None:
