@@ -1,34 +1,34 @@
 """Captures a training step without its memory: under fake tensors, whose shapes are known and whose values are not.
 
-The step runs under teraio's own backend and optimizer hooks, on a modelled device (`teraio.capturing.modelled_device`). So a
+The step runs under teraio's own backend and optimizer hooks, on a modelled device (`teraio.capturing.modelled`). So a
 captured trace has the stages, blocks and groups of a real run. Times and workspaces are estimates, see `MachineDescription`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.optim import Optimizer
 
 import planner
 from planner.errors import OptionsError, UnsupportedError
 from planner.schema import MAX_TEXT_CHARACTERS
 from runtime.execution import StageFunction
-from teraio.capturing.calibration import calibrated, matched
-from teraio.capturing.eager_work import EagerWork
-from teraio.capturing.hardware import MachineDescription
-from teraio.capturing.modelled_device import ModelledDevice
-from teraio.capturing.modelled_machine import DescribedHostRates, ModelledMachine
+from teraio.capturing.hardware import MachineDescription, calibrated, matched
+from teraio.capturing.modelled import DescribedHostRates, EagerWork, ModelledDevice, ModelledMachine
 from teraio.capturing.pretended_gpu import answering, pretended_gpu
-from teraio.capturing.training_of import Inputs, MakeOptimizer, training_of
 from teraio.machine import Shared
 from teraio.options import Options
 from teraio.phases import Phase, ProfilePhase
@@ -39,6 +39,8 @@ from teraio.stages import Kernel, eager_codegen, kernels_of, workspace_bytes
 from teraio.training_run import RunParts, TrainingRun
 
 Step = Callable[[], object]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+Inputs = Sequence[Any] | Mapping[str, Any]
 _MOST_STEPS = 12
 
 
@@ -59,7 +61,7 @@ class _Capture:
         self._description = description
         self._subgroup_bytes = subgroup_bytes
         self._device = ModelledDevice()
-        self.work = EagerWork(lambda kernel: self._device.advance(description.seconds(kernel)))
+        self.work = EagerWork(lambda kernel: self._device.advance(description.stage_seconds([kernel])))
         self._phases: list[_CapturePhase] = []
         self.executed: list[Sequence[Kernel]] = []
         """The kernels of each stage of a compiled graph that has run, in order."""
@@ -92,13 +94,13 @@ class _Capture:
         run = eager_codegen(module, inputs, options)
         kernels = kernels_of(module.graph)
         workspace = workspace_bytes(module.graph, fuses=fuses)
-        seconds = sum(map(self._description.seconds, kernels))
+        seconds = self._description.stage_seconds(kernels)
 
         def stage(values: list[Any]) -> Sequence[Any]:
-            before = {tensor.untyped_storage()._cdata for tensor in values if isinstance(tensor, torch.Tensor)}
+            before = {tensor.untyped_storage()._cdata for tensor in values if isinstance(tensor, Tensor)}
             with self.work.paused():
                 made = run(values)
-            storages = [tensor.untyped_storage() for tensor in made if isinstance(tensor, torch.Tensor)]
+            storages = [tensor.untyped_storage() for tensor in made if isinstance(tensor, Tensor)]
             new = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in before}
             self._device.allocate(sum(new.values()) + workspace)
             self._device.advance(seconds)
@@ -121,11 +123,11 @@ class _Capture:
 
 
 def capture(
-    model_or_training: torch.nn.Module | Callable[[], Step],
+    model_or_training: nn.Module | Callable[[], Step],
     inputs: Inputs | None = None,
     *,
     optimizer: MakeOptimizer | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
     hardware: str | os.PathLike[str] | MachineDescription = "h100",
     name: str | None = None,
     subgroup_bytes: int | None = None,
@@ -149,7 +151,9 @@ def capture(
     trace, _ = _run(training, description, subgroup_bytes)
     created_by = f"teraio, torch {torch.__version__}, captured for {description.hardware.name}"
     if calibrate is not None:
-        created_by += f", with efficiencies {description.matmul_efficiency:.2f} and {description.memory_efficiency:.2f} fitted"
+        created_by += (
+            f", fitted: clock share {description.clock_share:.2f}, memory efficiency {description.memory_efficiency:.2f}"
+        )
     return trace.rebuilt(name=name or getattr(training, "__name__", "capture"), created_by=created_by)
 
 
@@ -178,19 +182,72 @@ def _run(
 
 
 def _training(
-    what: torch.nn.Module | Callable[[], Step],
+    what: nn.Module | Callable[[], Step],
     inputs: Inputs | None,
     optimizer: MakeOptimizer,
-    loss: Callable[[Any], torch.Tensor] | None,
+    loss: Callable[[Any], Tensor] | None,
     device: torch.device,
 ) -> Callable[[], Step]:
-    if isinstance(what, torch.nn.Module):
+    if isinstance(what, nn.Module):
         if inputs is None:
             raise OptionsError("capture: a model was given without inputs; give inputs=, such as a tuple of tensors")
         return training_of(what, inputs, optimizer, loss, device)
     if inputs is not None:
         raise OptionsError("capture: inputs belong to a model; a function makes its inputs itself")
     return what
+
+
+def training_of(
+    model: nn.Module, inputs: Inputs, make_optimizer: MakeOptimizer, loss_of: Callable[[Any], Tensor] | None, device: torch.device
+) -> Callable[[], Callable[[], object]]:
+    """Return what makes the step of a model: forward pass, loss, backward pass, update, gradients set to None.
+
+    device: where it runs.
+    """
+
+    def training() -> Callable[[], object]:
+        copied = faked(model, device)
+        optimizer = make_optimizer(copied.parameters())
+        compiled = torch.compile(copied, backend="teraio")
+        named = {name: _fake(value, device) for name, value in inputs.items()} if isinstance(inputs, Mapping) else {}
+        given = [] if isinstance(inputs, Mapping) else [_fake(value, device) for value in inputs]
+
+        def step() -> None:
+            output = compiled(*given, **named)
+            (loss_of or _loss)(output).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    training.__name__ = type(model).__name__
+    return training
+
+
+def faked(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy whose parameters and buffers are fake tensors on a device. To be called under a fake mode.
+
+    The model may be on the device "meta".
+    """
+    tensors = chain(model.parameters(), model.buffers())  # shared ones come once
+    return copy.deepcopy(model, {id(tensor): _fake(tensor, device) for tensor in tensors})
+
+
+def _fake(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+
+
+def _loss(output: Any) -> Tensor:
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise OptionsError(
+            f"capture: the model returns {type(output).__name__}, neither a loss nor something with a loss; give loss=, a "
+            "function from what the model returns to the loss"
+        )
+    return loss
 
 
 @contextlib.contextmanager
@@ -209,7 +266,7 @@ def _convertible(fake: FakeTensorMode) -> Iterator[None]:
     """Let `Module.to` convert fake parameters. It exchanges tensors without weak references only, and the mode keeps some."""
     swap = torch.utils.swap_tensors
 
-    def without_memo(one: torch.Tensor, other: torch.Tensor) -> None:
+    def without_memo(one: Tensor, other: Tensor) -> None:
         fake.fake_tensor_converter.tensor_memo.clear()
         swap(one, other)  # type: ignore[no-untyped-call]
 

@@ -1,15 +1,23 @@
-"""Descriptions of machines: what a GPU computes and moves in a second, as JSON files."""
+"""Descriptions of machines: what a GPU computes and moves in a second, as JSON files, and fitted to measured traces.
+
+The measured training is captured too, which gives the kernels of each stage. The fit is over the two classes of kernels: those
+that are bound by arithmetic (matmuls, convolutions, attention) and those that are bound by memory traffic.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 
+from planner import Trace
 from planner.errors import OptionsError, TraceError
 from planner.schema import FrozenModel, Hardware, Rate, read_model
 from teraio.capturing.pretended_gpu import GpuModel
@@ -17,14 +25,23 @@ from teraio.stages import Kernel, Speed, gpu_speed, reduces_products, speed_of
 
 Efficiency = Annotated[float, Field(gt=0, le=1)]
 
+# Tiles of a product's result that kernels of libraries compute: rows, columns, and the share of the multiprocessor's peak that is
+# left, as smaller ones load more for each operation.
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.0), (128, 64, 0.92), (64, 128, 0.92), (64, 64, 0.85))
+_PARTS = (1, 2, 3, 4, 6, 8)  # of the sum
+_SHORTEST_SUM = 512  # of a part
+
 
 class MachineDescription(FrozenModel):
-    """A machine that steps are captured for.
+    """A machine that steps are captured for. docs/capture.md says how a kernel's time follows from it.
 
     flops_per_second: peak of dense matmuls by precision of the inputs: "float32", "tf32", "bfloat16", "float16". That of float32
-    counts for what is not given.
-    matmul_efficiency: the share of it that large matmuls, convolutions and attention reach. memory_bytes_per_second: peak of the
-    device's memory. memory_efficiency: the share of it that fused operators reach. launch_seconds: least time of a kernel.
+    counts for what is not given. clock_share: the clock under load, as a share of the clock that these peaks are of.
+    matmul_efficiency: the share of a multiprocessor's peak that matmuls and convolutions reach while it has work.
+    attention_efficiency, attention_backward_efficiency: the same for fused attention; None: that of matmuls.
+    memory_bytes_per_second: peak of the device's memory. memory_efficiency: the share of it that fused operators reach.
+    cache_bytes, cache_bytes_per_second: of the cache that all multiprocessors share (L2), as reached. 0: there is none.
+    launch_seconds: from one kernel's end to the next one's begin. operator_seconds: what the host needs to launch a kernel.
     gpu: the device, if it is one. None: models are captured on the CPU.
     hardware: capacities and links, as in a trace. sources: where the figures come from.
     """
@@ -32,10 +49,16 @@ class MachineDescription(FrozenModel):
     format: Literal["teraio.machine"] = "teraio.machine"
     version: Literal[1] = 1
     flops_per_second: dict[str, Rate]
+    clock_share: Annotated[float, Field(gt=0)] = 1.0
     matmul_efficiency: Efficiency
+    attention_efficiency: Efficiency | None = None
+    attention_backward_efficiency: Efficiency | None = None
     memory_bytes_per_second: Rate
     memory_efficiency: Efficiency
+    cache_bytes: Annotated[int, Field(ge=0)] = 0
+    cache_bytes_per_second: Annotated[float, Field(ge=0)] = 0.0
     launch_seconds: Annotated[float, Field(ge=0)] = 0.0
+    operator_seconds: Annotated[float, Field(ge=0)] = 0.0
     gpu: GpuModel | None = None
     hardware: Hardware
     sources: str = ""
@@ -62,8 +85,12 @@ class MachineDescription(FrozenModel):
         return read_model(path, cls, format_name="teraio.machine", version=1, error=TraceError)
 
     def seconds(self, kernel: Kernel) -> float:
-        """Return the estimated duration of a kernel: that of its arithmetic or of its memory traffic, whichever is longer."""
-        return max(*self.costs(kernel), self.launch_seconds)
+        """Return the estimated time of a kernel on the device: its arithmetic or its traffic, what is longer, and its launch."""
+        return max(self.costs(kernel)) + self.launch_seconds
+
+    def stage_seconds(self, kernels: Sequence[Kernel]) -> float:
+        """Return the estimated time of kernels that the host launches one after the other. The device waits for a slower host."""
+        return max(sum(map(self.seconds, kernels)), len(kernels) * self.operator_seconds)
 
     def speed_of(self, device: torch.device) -> Speed:
         """Return by which speed a real run on this machine would cut graphs of a device."""
@@ -71,13 +98,49 @@ class MachineDescription(FrozenModel):
             return speed_of(device)
         return gpu_speed(self.gpu.capability, self.gpu.multiprocessors, reduced=reduces_products())
 
-    def costs(self, kernel: Kernel) -> tuple[float, float]:
-        """Return the seconds that the arithmetic of a kernel takes, and those of its memory traffic."""
-        arithmetic = kernel.flops / (self._peak(kernel.dtype) * self.matmul_efficiency)
-        traffic = kernel.touched_bytes / (self.memory_bytes_per_second * self.memory_efficiency)
-        return arithmetic, traffic
+    def costs(self, kernel: Kernel) -> tuple[float, float, float]:
+        """Return the seconds that the arithmetic of a kernel takes, its traffic with the memory, and that with the cache."""
+        rate = self.peak(kernel.dtype) * self.clock_share * self._efficiency(kernel)
+        arithmetic = kernel.flops / rate
+        if self.gpu is not None and kernel.result:
+            arithmetic = self._tiled_seconds(kernel, rate, self.gpu.multiprocessors)
+        memory = self.memory_bytes_per_second * self.memory_efficiency
+        if kernel.kind == "operator" or not (self.cache_bytes and self.cache_bytes_per_second):
+            return arithmetic, kernel.touched_bytes / memory, 0.0
+        # Within a graph, what fits into the cache is there from the kernels before, or goes to memory after this one has ended.
+        missing = max(kernel.touched_bytes - self.cache_bytes, 0)
+        return arithmetic, missing / memory, kernel.touched_bytes / self.cache_bytes_per_second
 
-    def _peak(self, dtype: torch.dtype) -> float:
+    def _efficiency(self, kernel: Kernel) -> float:
+        if kernel.kind == "attention":
+            return self.attention_efficiency or self.matmul_efficiency
+        if kernel.kind == "attention backward":
+            return self.attention_backward_efficiency or self.matmul_efficiency
+        return self.matmul_efficiency
+
+    def _tiled_seconds(self, kernel: Kernel, rate: float, multiprocessors: int) -> float:
+        """Return the time of a product's arithmetic, in waves of tiles over the multiprocessors, as libraries choose the fastest.
+
+        A multiprocessor computes one tile of the result at a time, so that the last wave leaves some idle. Small results are cut
+        along the sum, too: the parts are written and added up in the cache.
+        """
+        matrices, rows, columns = kernel.result
+        elements = matrices * rows * columns
+        depth = kernel.flops / (2 * elements)
+        adding = self.cache_bytes_per_second or self.memory_bytes_per_second * self.memory_efficiency
+        found = math.inf
+        for height, width, efficiency in _TILES:
+            tiles = matrices * -(-rows // height) * -(-columns // width)
+            for parts in _PARTS:
+                if parts > 1 and depth < parts * _SHORTEST_SUM:
+                    break
+                waves = -(-tiles * parts // multiprocessors)
+                computing = waves * multiprocessors * height * width * 2 * depth / (parts * rate * efficiency)
+                found = min(found, computing + (2 * parts * 4 * elements / adding if parts > 1 else 0.0))
+        return found
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """Return the peak of matmuls in a precision, operations in a second."""
         name = str(dtype).removeprefix("torch.")
         if name == "float32" and torch.get_float32_matmul_precision() != "highest" and "tf32" in self.flops_per_second:
             name = "tf32"
@@ -88,3 +151,80 @@ def known_machines() -> list[str]:
     """Return the names of the machines that come with teraio."""
     files = resources.files("teraio.capturing").joinpath("machines").iterdir()
     return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
+
+
+# -- efficiencies from a measured trace
+
+Measured = tuple[float, Sequence[Kernel]]
+"""A stage: the seconds that it took, and its kernels."""
+
+_PHASES = ("forward", "backward")
+_GRID = 41
+_ROUNDS = 6
+_WIDEST = 1000.0
+"""Efficiencies are looked for from 1 / _WIDEST to _WIDEST of the given ones."""
+
+
+def matched(captured: Trace, executed: Sequence[Sequence[Kernel]], measured: Trace) -> list[Measured]:
+    """Return the stages of compiled graphs that both traces have, by name.
+
+    executed: the kernels of these stages of `captured`, in order. Raises OptionsError if most stages of `measured` are not found.
+    """
+    work: dict[str, list[Sequence[Kernel]]] = {}
+    names = [stage.name for stage in captured.stages if stage.phase in _PHASES]
+    for name, kernels in zip(names, executed[-len(names) :], strict=True):
+        work.setdefault(name, []).append(kernels)
+    wanted = [stage for stage in measured.stages if stage.phase in _PHASES]
+    found = [(stage.duration_seconds, work[stage.name].pop(0)) for stage in wanted if work.get(stage.name)]
+    if not wanted or 2 * len(found) < len(wanted):
+        raise OptionsError(
+            f"calibrate: the trace {measured.name!r} has {len(wanted)} stages of compiled graphs, and the training that was "
+            f"captured for it has {len(found)} of them; give the training (smaller) that this trace was measured in"
+        )
+    return found
+
+
+def calibrated(description: MachineDescription, stages: Sequence[Measured]) -> MachineDescription:
+    """Return the machine with the clock and the memory's efficiency that fit best: the sum of |estimated − measured| is least.
+
+    An efficiency of more than 1 means that the peak of the memory was too low: it is raised, and the efficiency is 1.
+    """
+    fit = _Fit(description, stages)
+    arithmetic, traffic = fit.best()
+    reached = description.memory_efficiency * traffic
+    return description.model_copy(
+        update={
+            "clock_share": description.clock_share * arithmetic,
+            "memory_efficiency": min(reached, 1.0),
+            "memory_bytes_per_second": description.memory_bytes_per_second * max(reached, 1.0),
+            "sources": f"{description.sources} Clock and memory: fitted to {len(stages)} measured stages.".strip(),
+        }
+    )
+
+
+class _Fit:
+    """The estimated seconds of all stages as a function of two factors: on the clock, and on the memory's rate."""
+
+    def __init__(self, description: MachineDescription, stages: Sequence[Measured]) -> None:
+        costs = np.array([description.costs(kernel) for _, work in stages for kernel in work]).reshape(-1, 3)
+        self._arithmetic, self._memory, self._cache = costs.T
+        self._launch = description.launch_seconds
+        self._stage = np.repeat(np.arange(len(stages)), [len(work) for _, work in stages])
+        self._host = np.array([len(work) * description.operator_seconds for _, work in stages])
+        self._measured = np.array([seconds for seconds, _ in stages])
+
+    def best(self) -> tuple[float, float]:
+        """Return the factors: a grid over both, and then finer grids around the best point."""
+        arithmetic = traffic = 1.0
+        width = _WIDEST
+        for _ in range(_ROUNDS):
+            steps = np.geomspace(1 / width, width, _GRID)
+            tried = [(arithmetic * one, traffic * other) for one in steps for other in steps]
+            arithmetic, traffic = min(tried, key=self._error)
+            width = float(steps[_GRID // 2 + 1]) ** 2  # two steps to each side
+        return float(arithmetic), float(traffic)
+
+    def _error(self, factors: tuple[float, float]) -> float:
+        seconds = np.maximum(np.maximum(self._arithmetic / factors[0], self._memory / factors[1]), self._cache) + self._launch
+        estimated = np.bincount(self._stage, weights=seconds, minlength=len(self._measured))
+        return float(np.abs(np.maximum(estimated, self._host) - self._measured).sum())

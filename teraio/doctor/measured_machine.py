@@ -16,6 +16,7 @@ from teraio.capturing import GpuModel, MachineDescription
 from teraio.machine import open_machine
 from teraio.options import Options
 
+_LAUNCH_SECONDS = 2e-6  # assumed: the host is too slow to see how soon one kernel follows another
 _SECONDS = 0.5  # how long each rate is measured
 _HOST_SHARE = 0.25
 _MOST_HOST_BYTES = 1 << 30
@@ -38,12 +39,16 @@ def measured_machine(storage: Sequence[Path], device: torch.device) -> MachineDe
             flops["tf32"] = _matmul_rate(device, torch.float32, side)
         finally:
             torch.set_float32_matmul_precision(before)
+    cache = int(torch.cuda.get_device_properties(device).L2_cache_size) if on_gpu else 0
     return MachineDescription(
         flops_per_second=flops,
         matmul_efficiency=1.0,
         memory_bytes_per_second=_memory_rate(device, (1 << 30) if on_gpu else (256 << 20)),
         memory_efficiency=1.0,
-        launch_seconds=_launch_seconds(device) if on_gpu else 0.0,
+        cache_bytes=cache,
+        cache_bytes_per_second=_memory_rate(device, cache // 4) if cache else 0.0,
+        launch_seconds=_LAUNCH_SECONDS if on_gpu else 0.0,
+        operator_seconds=_operator_seconds(device) if on_gpu else 0.0,
         gpu=_gpu_model(device) if on_gpu else None,
         hardware=_hardware(storage, device),
         sources=f"measured by teraio doctor, torch {torch.__version__}",
@@ -88,7 +93,7 @@ def _memory_rate(device: torch.device, size_bytes: int) -> float:
     return 2.0 * size_bytes / _seconds(device, lambda: target.copy_(source))
 
 
-def _launch_seconds(device: torch.device) -> float:
+def _operator_seconds(device: torch.device) -> float:
     tiny = torch.zeros(1, device=device)
     return _seconds(device, lambda: tiny.add_(1.0))
 

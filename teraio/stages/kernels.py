@@ -8,10 +8,11 @@ Bytes are counted by storages: nodes that view one storage share it.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import Graph, Node
@@ -24,11 +25,13 @@ from teraio.stages.operators import (
     is_getitem,
     is_size,
     is_view,
+    known_size,
     output_bytes,
     packet_name,
     precision,
     storage_bytes,
     tensors_at,
+    unwrapped,
 )
 
 # The node that owns a storage, and which of its results: the indices that lead to it, as results may be nested.
@@ -79,47 +82,122 @@ def most_at_once(held: Iterable[tuple[int, int, int]]) -> int:
     return max(itertools.accumulate(change[position] for position in sorted(change)), default=0)
 
 
+# What a kernel computes: a matmul or convolution, attention, connected operators of a graph, or one operator outside of graphs.
+KernelKind = Literal["product", "attention", "attention backward", "fused", "operator"]
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """flops: floating-point operations of matmuls, convolutions and attention. dtype: of their inputs. touched_bytes: read and
-    written."""
+    """One kernel. flops: floating-point operations of matmuls, convolutions and attention. dtype: of their inputs. touched_bytes:
+    read and written. result: of a product, its matrices, rows and columns; () if that is not known."""
 
     flops: float
     dtype: torch.dtype
     touched_bytes: int
+    kind: KernelKind = "operator"
+    result: tuple[int, ...] = ()
 
 
 def kernels_of(graph: Graph) -> list[Kernel]:
     """Return the kernels of a subgraph, whose nodes have fake values in `meta["val"]`."""
     nodes = list(graph.nodes)
     storages = storages_of(nodes)
-    return [_kernel(group, storages) for group in _fused(nodes) if not all(is_view(n) or is_getitem(n) for n in group)]
+    inlined = _inlined(nodes)
+    found = (_kernel(group, storages, inlined) for group in _fused(nodes))
+    return [kernel for kernel in found if kernel is not None]
 
 
 # Operators that read as much of their first input as they return.
 _LOOKUPS = frozenset("embedding index gather index_select".split())
 
 
-def _kernel(group: Sequence[Node], storages: Mapping[Node, StorageKey]) -> Kernel:
+def _kernel(group: Sequence[Node], storages: Mapping[Node, StorageKey], inlined: Mapping[Node, frozenset[Node]]) -> Kernel | None:
     inside = set(group)
     read: dict[StorageKey, int] = {}
     written: set[StorageKey] = set()
     for node in group:
         for source in node.all_input_nodes:
-            if source not in inside:
-                size = output_bytes(source)
+            for origin in inlined.get(source, (source,)) if source not in inside else ():
+                size = output_bytes(origin)
                 if packet_name(node) in _LOOKUPS and source is node.all_input_nodes[0]:
                     size = min(size, output_bytes(node))
-                read[storages[source]] = max(read.get(storages[source], 0), size)
+                read[storages[origin]] = max(read.get(storages[origin], 0), size)
         if any(user not in inside for user in node.users):
-            written.add(storages[node])
-    heavy = [node for node in group if is_heavy(node)]
+            written.update(storages[origin] for origin in inlined.get(node, (node,)) if origin in inside)
+    if not written and all(node.users and _is_fused(node) for node in group):
+        return None  # views, and what each kernel that needs it computes for itself
+    heavy = next((node for node in group if is_heavy(node)), None)  # a kernel of its own
     made = (tensor for key in written if key not in read for tensor in fake_tensors(_at(key)))
-    return Kernel(
-        flops=sum(map(flops, heavy)),
-        dtype=precision(tensor for node in heavy or group for tensor in tensors_at(node)),
-        touched_bytes=sum(read.values()) + sum(map(storage_bytes, made)),
+    touched = sum(read.values()) + sum(map(storage_bytes, made))
+    if heavy is None:
+        return Kernel(0.0, precision(tensor for node in group for tensor in tensors_at(node)), touched, "fused")
+    operator, arguments, named = unwrapped(heavy)
+    given = dict(zip((argument.name for argument in operator._schema.arguments), arguments, strict=False)) | dict(named)
+    given = torch.fx.node.map_arg(given, lambda source: source.meta.get("val"))
+    return _heavy(operator, given, heavy.meta.get("val"), flops(heavy), precision(tensors_at(heavy)), touched)
+
+
+_MOST_READ = 4  # what an element is computed from that is not stored: Inductor's `realize_reads_threshold`
+
+
+def _inlined(nodes: Sequence[Node]) -> dict[Node, frozenset[Node]]:
+    """Return the nodes that are never stored, each with the stored nodes that it is computed from.
+
+    Inductor computes such elements anew in each kernel that reads them. It stores what a library's kernel takes, what leaves the
+    graph, and the results of reductions.
+    """
+    stored: set[Node] = set()
+    for node in reversed(nodes):
+        for source in node.all_input_nodes:
+            if not _is_fused(node) or (is_view(node) and node in stored):
+                stored.add(source)
+    found: dict[Node, frozenset[Node]] = {}
+    for node in nodes:
+        free = is_view(node) or is_getitem(node)
+        if node.op != "call_function" or not (free or _is_pointwise(node) or is_creation(node)) or (node in stored and not free):
+            continue
+        origins = frozenset(o for source in node.all_input_nodes for o in found.get(source, frozenset((source,))))
+        if free or len(origins) <= _MOST_READ:
+            found[node] = origins
+    return found
+
+
+def _is_pointwise(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in node.target.tags or packet_name(node) == "convert_element_type"
     )
+
+
+def _heavy(
+    operator: torch._ops.OpOverload,
+    arguments: Mapping[str, Any],
+    result: Any,
+    operations: float,
+    dtype: torch.dtype,
+    touched: int,
+) -> Kernel:
+    """Return the kernel of a matmul, a convolution or attention, by the names of its arguments."""
+    name = base_name(operator)
+    if name.startswith("_scaled_dot_product"):
+        rows = known_size(arguments["query"].shape[-2])
+        share = _causal_share(rows) if arguments.get("is_causal") else 1.0
+        return Kernel(operations * share, dtype, touched, "attention backward" if "backward" in name else "attention")
+    first = next(fake_tensors(result), None)
+    if first is None or first.ndim < 2 or "backward" in name:
+        return Kernel(operations, dtype, touched, "product")
+    sizes = [known_size(size) for size in first.shape]
+    if "conv" in name:
+        return Kernel(operations, dtype, touched, "product", (1, math.prod(sizes) // sizes[1], sizes[1]))
+    return Kernel(operations, dtype, touched, "product", (math.prod(sizes[:-2]), sizes[-2], sizes[-1]))
+
+
+_ATTENTION_ROWS = 128  # of queries, and of keys, that a block of a fused kernel multiplies at once
+
+
+def _causal_share(rows: int) -> float:
+    """Return the share of the products that causal attention computes: tiles on and below the diagonal."""
+    tiles = -(-rows // _ATTENTION_ROWS)
+    return (tiles + 1) / (2 * tiles)
 
 
 # Operators that take of their first argument the sizes only, or overwrite it without reading it.
@@ -150,11 +228,10 @@ def operator_kernel(operator: torch._ops.OpOverload, arguments: Mapping[str, Any
     if name in _LOOKUPS:
         first = next(iter(sizes))
         sizes[first] = min(sizes[first], written)
-    return Kernel(
-        flops=operator_flops(operator, list(arguments.values()), {}, result),
-        dtype=precision([*read.values(), *made]),
-        touched_bytes=sum(sizes.values()) + written,
-    )
+    touched = sum(sizes.values()) + written
+    dtype = precision([*read.values(), *made])
+    operations = operator_flops(operator, list(arguments.values()), {}, result)
+    return _heavy(operator, arguments, result, operations, dtype, touched) if operations else Kernel(0.0, dtype, touched)
 
 
 def _written(operator: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> Iterator[str]:

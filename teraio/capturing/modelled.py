@@ -1,0 +1,156 @@
+"""The machine of a capture: what its description says, in the place of what is measured. It computes nothing.
+
+The device's clock goes on by what work is estimated to take, and its memory holds no bytes. What runs outside of compiled graphs
+(the loss, clipping, the updates of optimizers) is seen operator by operator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import planner
+from runtime.device import MIN_MOVED_BYTES, Span, WallMark
+from runtime.paging import Block, NullMover
+from teraio.machine import Machine, ResolvedBudgets
+from teraio.optimizer import HostRates, OptimizerFacts
+from teraio.stages import Kernel, operator_kernel
+
+
+class ModelledDevice:
+    """A `Device` on which work takes the seconds that `advance` is told. Also the `MeasuredMemory` of its stages.
+
+    now_seconds: the seconds of all work so far. allocated_bytes: 0, as everything counts from there. peak_bytes: what the stage
+    that ran last has allocated, as `allocate` was told.
+    """
+
+    asynchronous = False
+    allocated_bytes = 0
+
+    def __init__(self) -> None:
+        self.now_seconds = 0.0
+        self.peak_bytes = 0
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = 0
+
+    def allocate(self, size_bytes: int) -> None:
+        """A stage has allocated so many bytes at once, outputs included."""
+        self.peak_bytes = max(self.peak_bytes, size_bytes)
+
+    def advance(self, seconds: float) -> None:
+        """Some work was done, which takes so long."""
+        self.now_seconds += seconds
+
+    def region(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def mark(self) -> WallMark:
+        return WallMark(self.now_seconds)
+
+    def synchronize(self) -> None:
+        """Return at once: what was asked for has been done."""
+
+    def keep_until_computed(self, storage: torch.UntypedStorage) -> None:
+        """Do nothing: no memory is freed."""
+
+    def try_memory(self, size_bytes: int) -> None:
+        """Do nothing: there always is some."""
+
+    def give_back_memory(self) -> None:
+        """Do nothing: nothing is allocated."""
+
+    def trim(self, spare_bytes: int) -> None:
+        """Do nothing: nothing is kept for reuse."""
+
+    def external_bytes(self, known_bytes: int) -> int:
+        """Return 0: all memory is that of blocks."""
+        return 0
+
+
+class ResidentMover(NullMover):
+    """A `Mover` that says what could leave the device. There is no budget under a capture, so nothing ever does."""
+
+    def span(self, storage: torch.UntypedStorage, *, adopt: bool = False) -> Span | None:
+        return Span(0, storage.nbytes()) if storage.nbytes() >= MIN_MOVED_BYTES else None
+
+    def replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Return none: fake storages have no memory that could be another one."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelledMachine(Machine):
+    """The `Machine` of a description. It has lower tiers, but nothing moves to them: there is no budget."""
+
+    described: planner.Hardware
+
+    @classmethod
+    def of(cls, modelled: ModelledDevice, described: planner.Hardware) -> ModelledMachine:
+        return cls(
+            name=described.name,
+            device=modelled,
+            device_memory_bytes=described.device_memory_bytes,
+            budgets=ResolvedBudgets(),
+            memory=modelled,
+            mover=ResidentMover(),
+            undo=ExitStack(),
+            described=described,
+        )
+
+    def hardware(self) -> planner.Hardware:
+        return self.described
+
+
+class DescribedHostRates(HostRates):
+    """elements_per_second: how fast updates run on the host's processor; None if they cannot run there."""
+
+    def __init__(self, elements_per_second: float | None) -> None:
+        self._elements_per_second = elements_per_second
+
+    def seconds(self, facts: OptimizerFacts, dtype: torch.dtype, elements: int) -> float | None:
+        if self._elements_per_second is None or facts.off_host_because is not None:
+            return None
+        return elements / self._elements_per_second
+
+
+class EagerWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells `count` the kernel of each operator that runs within, unless `paused`. Not those inside of higher-order operators."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, count: Callable[[Kernel], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._count = count
+        self._paused = False
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """It changes nothing, so that torch.compile need not leave out what runs under it."""
+        return True
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing within."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        result = func(*args, **named)
+        if not self._paused and isinstance(func, OpOverload):
+            names = (argument.name for argument in func._schema.arguments)
+            kernel = operator_kernel(func, dict(zip(names, args, strict=False)) | named, result)
+            if kernel is not None:
+                self._count(kernel)
+        return result
