@@ -27,7 +27,7 @@ from planner.errors import OptionsError, UnsupportedError
 from planner.schema import MAX_TEXT_CHARACTERS
 from runtime.execution import StageFunction
 from teraio.capturing.hardware import MachineDescription, calibrated, matched
-from teraio.capturing.modelled import DescribedHostRates, EagerWork, ModelledDevice, ModelledMachine
+from teraio.capturing.modelled import DescribedHostRates, EagerWork, KnownValues, ModelledDevice, ModelledMachine
 from teraio.capturing.pretended_gpu import answering, pretended_gpu
 from teraio.machine import Shared
 from teraio.options import Options
@@ -165,7 +165,7 @@ def _run(
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fake.allow_scalar_outputs = True
     with _runs_of(captured), _explained(), pretended_gpu(description.gpu), fake:
-        with _convertible(fake), answering(description.gpu, description.hardware.name):
+        with _convertible(fake), answering(description.gpu, description.hardware.name), KnownValues():
             step = training()
         if not callable(step):
             raise OptionsError(f"capture: the function returns {type(step).__name__}, wanted a function that does one step")

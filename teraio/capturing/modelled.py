@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 import planner
 from runtime.device import MIN_MOVED_BYTES, Span, WallMark
@@ -154,3 +157,58 @@ class EagerWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if kernel is not None:
                 self._count(kernel)
         return result
+
+
+class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets constructors of models read values that do not depend on parameters: rates from `torch.linspace`, sizes, tables.
+
+    Keeps the values of small fake tensors on the CPU that are made from numbers, and of what is computed from them. What is
+    random or not initialised has none, so no parameter has. To be entered under a fake mode.
+    """
+
+    _MOST_ELEMENTS = 4096
+    _READING = frozenset(("item", "_local_scalar_dense", "equal", "is_nonzero"))
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        given = [tensor for tensor in tree_leaves((args, named)) if isinstance(tensor, torch.Tensor)]
+        if not isinstance(func, OpOverload):
+            return func(*args, **named)
+        known = self._is_computable(func) and all(tensor in self._known or not is_fake(tensor) for tensor in given)
+        if known and given and _name(func) in self._READING:
+            return self._computed(func, args, named)
+        result = func(*args, **named)
+        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
+        small = all(tensor.device.type == "cpu" and tensor.numel() <= self._MOST_ELEMENTS for tensor in made)
+        if known and small and (made or func._schema.is_mutable):
+            for tensor, value in zip(made, tree_leaves(self._computed(func, args, named)), strict=False):
+                self._known[tensor] = value
+        elif func._schema.is_mutable:
+            self._forget(given)
+        return result
+
+    def _forget(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Forget the values of tensors, and of all that share memory with them."""
+        gone = {self._known[tensor].untyped_storage().data_ptr() for tensor in tensors if tensor in self._known}
+        for tensor, value in list(self._known.items()):  # type: ignore[no-untyped-call]
+            if value.untyped_storage().data_ptr() in gone:
+                del self._known[tensor]
+
+    def _is_computable(self, func: OpOverload) -> bool:
+        return torch.Tag.nondeterministic_seeded not in func.tags and not _name(func).startswith(("empty", "new_empty"))
+
+    def _computed(self, func: OpOverload, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        args, named = tree_map_only(torch.Tensor, self._value, (args, named))
+        with unset_fake_temporarily():
+            return func(*args, **named)
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._known[tensor] if tensor in self._known else tensor
+
+
+def _name(operator: OpOverload) -> str:
+    return str(operator._schema.name).split("::")[1]

@@ -302,6 +302,14 @@ def test_a_script_that_chooses_its_device_gets_a_gpu(autocast: bool, kernel: str
 
 
 @without_gpu
+def test_a_constructor_may_read_values_that_depend_on_no_parameter(run: RunCommand, tmp_path: Path) -> None:
+    target = "tests.teraio.capturing.trainings:reads_values"
+    run("capture", target, "-o", tmp_path / "trace.json")
+    kinds = [block.kind for block in planner.Trace.load(tmp_path / "trace.json").blocks]
+    assert kinds.count("parameter") == 8
+
+
+@without_gpu
 @pytest.mark.parametrize("what", ["constants", "checkpointed", "scan"])
 def test_what_needs_values_or_random_state_of_a_gpu_alone_is_captured(what: str) -> None:
     trace = capture(functools.partial(trainings.on_gpu_as, what), hardware="rtx4090")

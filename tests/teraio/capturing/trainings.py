@@ -103,6 +103,38 @@ def only_asks() -> Callable[[], object]:
     return step
 
 
+class ReadsValues(nn.Module):
+    """Its constructor reads values, as those of timm's models do: rates, a table that it writes, a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.zeros(4)
+        table[1:] = 3 * torch.arange(1, 4)
+        rates = torch.linspace(0, 0.3, 4).tolist()
+        width = int(table.sum()) * 32
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Dropout(rate)) for rate in rates)
+        assert [round(rate, 6) for rate in rates] == [0, 0.1, 0.2, 0.3] and torch.equal(table.flip(0)[:1], torch.tensor([9.0]))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def reads_values() -> Callable[[], object]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, given = ReadsValues().to(device), torch.zeros(8, 576, device=device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = torch.compile(model, backend="teraio")
+
+    def step() -> None:
+        compiled(given).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def needs_a_driver() -> Callable[[], object]:
     model = torch.compile(nn.Linear(4, 4, device="cuda"), backend="teraio")
 
