@@ -46,7 +46,6 @@ needs_gpu = pytest.mark.skipif(STAND_IN, reason="needs a GPU itself; the stand-i
 MADE_UP = torch.cuda.is_available() and torch.cuda.get_device_name() == "made-up GPU"
 """These tests run on `tools/made_up_cuda`: memory, streams and numbers are true, times are not."""
 needs_triton = pytest.mark.skipif(MADE_UP, reason="needs Triton's kernels: the made-up GPU cannot run them")
-needs_real_gpu = pytest.mark.skipif(MADE_UP, reason="needs the rates of a real GPU: the made-up one computes on the processor")
 
 GPU_SCALE = Scale(rows=4096, width=512, layers=16)
 """In fp32: activations of 8 and 32 MiB, weights of 4 MiB, one to two GiB in all."""

@@ -18,8 +18,6 @@ from runtime.paging import Block, CopyRates, State
 from ..memory_mover import Bench
 from .programs import WIDTH, Recorder, filled, managed, program, stage
 
-SAVED = ("first", "second")
-
 
 class Passes:
     """A forward pass: 0 -> 1 = 0 + 1 -> 2 = 1 * 2 -> 3 = 2 * 3; and its backward pass, which reads 1 and 3, then 2.

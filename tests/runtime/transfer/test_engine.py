@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import pickle
@@ -181,6 +182,23 @@ raise ValueError("in the middle")
     status, printed, errors = forking.run(code, tmp_path)
     assert status == 1 and errors.count("Error") == errors.count("ValueError: in the middle") == 1, errors
     assert printed == "True False\n" and list(tmp_path.iterdir()) == []
+
+
+def test_copies_wait_until_their_memory_is_ready(store: PosixStore, engine: Engine) -> None:
+    slot = store.allocate(MIB, "weights")
+    memory = Memory(2 * MIB)
+    content = random.Random(0).randbytes(MIB)
+    computed = threading.Event()
+
+    def compute() -> None:
+        ctypes.memmove(memory.address, content, MIB)
+        computed.set()
+
+    out = engine.write(slot, memory.address, nothing, lambda: wait_for(computed))
+    threading.Timer(0.1, compute).start()
+    out.wait(30)
+    engine.read(slot, memory.address + MIB, nothing, computed.wait).wait(30)
+    assert memory.content[MIB:] == content
 
 
 def test_verifying_finds_bytes_that_differ(store: PosixStore, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,20 @@ def test_threads_are_bounded(make_link: MakeLink, drives: int, threads: int, exp
     assert threading.active_count() == before
 
 
+def test_counters(make_link: MakeLink, gate: Gate) -> None:
+    link = make_link(threads=2)
+    assert (link.moved_bytes, link.busy_seconds) == (0, 0.0)
+    transfers = [link.submit(slot(name, 3 * CHUNK), 0, nothing) for name in "ab"]
+    gate.wait_until_begun(2)
+    threading.Event().wait(0.02)
+    assert link.busy_seconds >= 0.02 and link.moved_bytes == 0
+    gate.let()
+    for transfer in transfers:
+        transfer.wait(30)
+    assert link.moved_bytes == 6 * CHUNK
+    assert link.busy_seconds == link.busy_seconds <= 2 * max(t.seconds for t in transfers)
+
+
 # -- errors
 
 
