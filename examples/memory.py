@@ -2,9 +2,25 @@
 
 import ctypes
 import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 _FIELDS = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")
+_SAMPLE_SECONDS = 0.005
+
+
+@dataclass(slots=True)
+class Held:
+    """What the process holds, in bytes: its anonymous and shared memory. before: when the watch began. highest: since then.
+
+    Pages of mapped files belong to the system's cache, which takes them away when memory is short.
+    """
+
+    before: int
+    highest: int
 
 
 def resident_bytes() -> dict[str, int]:
@@ -12,6 +28,31 @@ def resident_bytes() -> dict[str, int]:
     lines = Path("/proc/self/status").read_text().splitlines()
     pairs = (line.split(":", 1) for line in lines)
     return {name: int(value.split()[0]) * 1024 for name, value in pairs if name in _FIELDS}
+
+
+def held_bytes() -> int:
+    """Return the anonymous and shared bytes that are resident now."""
+    resident = resident_bytes()
+    return resident["RssAnon"] + resident["RssShmem"]
+
+
+@contextmanager
+def watched() -> Iterator[Held]:
+    """Watch what the process holds within the block, in a thread that looks every 5 ms."""
+    now = held_bytes()
+    held, ended = Held(now, now), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_SAMPLE_SECONDS):
+            held.highest = max(held.highest, held_bytes())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield held
+    finally:
+        ended.set()
+        watching.join()
 
 
 def reset_peak() -> None:

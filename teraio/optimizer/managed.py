@@ -5,8 +5,9 @@ A tensor in `optimizer.state` that is large enough to move is a block like any o
 its parameter reads and writes it. User code may read, save and replace it. Smaller tensors (step counters, states of biases)
 stay on the device and are counted in `Pager.fixed_bytes`.
 
-The pager cannot tell a tensor that `torch.load` has read from memory whose address somebody else has. Such a tensor would have
-to stay where it is. An optimizer that was given such states gets copies of them, which can leave.
+The pager cannot tell a tensor that `torch.load` has read, or mapped, from memory whose address somebody else has. Such a tensor
+would have to stay where it is. An optimizer that was given such states gets copies of them, which can leave. Each gets room
+first, so that a loaded optimizer may be larger than the budget.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
+from runtime.execution import OperatorRunner
 from runtime.paging import Block, Pager, holder_of
 from teraio.distributed import GradientBuckets, ShardedParameters
 from teraio.following import IterationObserver
@@ -279,9 +281,13 @@ class OptimizerStates:
             state = optimizer.state.get(owned.tensor)
             if self._pager.can_move and isinstance(state, dict):
                 for name in [name for name, value in state.items() if self._is_immovable(value)]:
-                    state[name] = state[name].clone()  # who owns the old one too, such as a loaded dictionary, keeps that memory
+                    state[name] = self._copied(state[name])  # who owns the old one too, such as a loaded dictionary, keeps that
             self.blocks(owned)
         self.count()
+
+    def _copied(self, value: Tensor) -> Tensor:
+        runner = OperatorRunner(self._pager, value.device)
+        return runner.run(value.clone, name="a state of an optimizer", reads=(), writes=(), new_bytes=holder_of(value).nbytes)
 
     def _is_immovable(self, value: Any) -> bool:
         """Return whether a large state cannot leave, because somebody else may have its address."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import struct
@@ -17,6 +18,7 @@ from torch.nn.utils import parametrizations
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import teraio
+from examples.memory import watched
 from teraio.training_run import TrainingRun
 
 from ..training import MIB, blocks
@@ -269,6 +271,26 @@ def test_a_broken_checkpoint_is_refused_before_anything_is_loaded(broken: str, t
     with teraio.under_budget(**options(tmp_path)) as tiers, pytest.raises(teraio.CheckpointError, match=said):
         tiers.load(model, folder)
     assert same(model, wanted)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_optimizer_is_saved_and_loaded_within_the_budget(inside: bool, tmp_path: Path) -> None:
+    with teraio.under_budget(**options(tmp_path)):
+        model = Stack()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(model.parameters())  # 64 MiB of states
+    optimizer.step()
+    with watched() as held:
+        torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+        wanted = torch.load(tmp_path / "optimizer.pt", mmap=True)
+        optimizer.step()
+        with teraio.under_budget(**options(tmp_path)) if inside else contextlib.nullcontext():
+            optimizer.load_state_dict(wanted)
+    assert held.highest - held.before < 16 * MIB, "a tensor of 4 MiB at a time, and what is no tensor"
+    found = optimizer.state_dict()["state"]
+    assert all(torch.equal(value, found[number][name]) for number in found for name, value in wanted["state"][number].items())
+    check_budget()
 
 
 def test_what_cannot_work_says_so(tmp_path: Path) -> None:
