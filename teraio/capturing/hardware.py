@@ -30,6 +30,7 @@ Efficiency = Annotated[float, Field(gt=0, le=1)]
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.0), (128, 64, 0.92), (64, 128, 0.92), (64, 64, 0.85))
 _PARTS = (1, 2, 3, 4, 6, 8)  # of the sum
 _SHORTEST_SUM = 512  # of a part
+_WITHOUT_TENSOR_CORES = 0.8  # the share that is left in plain fp32: loads and additions take turns
 
 
 class MachineDescription(FrozenModel):
@@ -101,6 +102,8 @@ class MachineDescription(FrozenModel):
     def costs(self, kernel: Kernel) -> tuple[float, float, float]:
         """Return the seconds that the arithmetic of a kernel takes, its traffic with the memory, and that with the cache."""
         rate = self.peak(kernel.dtype) * self.clock_share * self._efficiency(kernel)
+        if self.gpu is not None and self.peak(kernel.dtype) == self.flops_per_second["float32"]:
+            rate *= _WITHOUT_TENSOR_CORES
         arithmetic = kernel.flops / rate
         if self.gpu is not None and kernel.result:
             arithmetic = self._tiled_seconds(kernel, rate, self.gpu.multiprocessors)
