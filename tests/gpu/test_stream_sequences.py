@@ -96,7 +96,7 @@ def test_any_sequence(seed: int, tiers: Sequence[str], host: HostStore, files: T
     machine = CudaMachine(seed, budget_blocks=random.Random(seed).randint(4, 7), tiers=tiers, host=host, files=files)
     machine.parks = seed % 2 == 1
     try:
-        machine.run(15)
+        machine.run(25)
         assert machine.pager.account.evictions > 20
     finally:
         machine.pager.closing.bring_back()  # the I/O threads must be idle before their engine closes
