@@ -193,7 +193,7 @@ def layer(tokens: int, width: int, narrow: int, hidden: int, attention: float) -
 def test_layers_take_the_published_time(
     kernels: tuple[list[Kernel], list[Kernel]], published: tuple[float, float], of_gradients: int
 ) -> None:
-    """By shadowspill, on an RTX 5090, profiled task by task. The machine was set by the first row; the second is a prediction."""
+    """By shadowspill, on an RTX 5090, profiled task by task. The machine was set by the first row."""
     machine = MachineDescription.load("rtx5090")
     converting = of_gradients * machine.costs(ONE_BYTE)[1]
     forward, backward = (machine.stage_seconds(each) for each in kernels)
