@@ -141,6 +141,13 @@ def train(optimizer: Optimizer, steps: int, first: int = 0) -> None:
         optimizer.zero_grad()
 
 
+def train_most(parameters: Sequence[nn.Parameter], optimizer: Optimizer, steps: int, first: int = 0) -> None:
+    """The last parameter gets no gradient."""
+    for step in range(first, first + steps):
+        set_most_gradients(parameters, step)
+        optimizer.step()
+
+
 def plain(steps: int, parameters: list[nn.Parameter] | None = None, make: Make = torch.optim.AdamW) -> dict[str, Tensor]:
     """What plain PyTorch makes of the parameters, six square ones unless others are given."""
     optimizer = make(square_parameters(6) if parameters is None else parameters)

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from ...training import begin, random_rows, unequal
 
 PACKAGES = tuple(str(Path(__file__).parents[3] / name) for name in ("teraio", "runtime", "planner"))
-STEPS = 12
+STEPS = 10
+"""More than Dynamo compiles one function for."""
 
 
 def train(options: dict[str, Any] | None, optimizer: type[torch.optim.Optimizer], compiled: bool, closure: bool) -> list[Tensor]:
     training = begin(
-        lambda: nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)]),
+        lambda: nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(3)]),
         lambda module: [optimizer(module.parameters(), lr=0.01)],  # type: ignore[call-arg]
         options,
     )
@@ -49,14 +50,12 @@ def code_that_dynamo_saw() -> set[tuple[str, str]]:
     return {(code.co_filename, code.co_name) for code in codes}
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "closure"), [(torch.optim.AdamW, False), (torch.optim.AdamW, True), (torch.optim.SGD, False)]
-)
+@pytest.mark.parametrize(("optimizer", "closure"), [(torch.optim.AdamW, True), (torch.optim.SGD, False)])
 def test_dynamo_sees_none_of_teraio_s_functions(
     optimizer: type[torch.optim.Optimizer], closure: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        found = train({"memory_budget": "16MiB", "storage": tmp_path}, optimizer, compiled=True, closure=closure)
+        found = train({"memory_budget": "9MiB", "storage": tmp_path}, optimizer, compiled=True, closure=closure)
     assert code_that_dynamo_saw(), "the step is compiled"
     assert not [each for each in code_that_dynamo_saw() if each[0].startswith(PACKAGES)]
     assert "recompile_limit" not in caplog.text

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-import planner
 from runtime.paging import Block
 from teraio.optimizer import HostRates, OptimizerFacts, host, owned_parameters
 from teraio.optimizer.host import HostCounters, HostUpdates, compute_pool, host_threads
 
-from ..parity.harness import MIB, share_of_peak, train
-from ..parity.optimizers import small
 from .managed_training import Start, Training
 from .plain_training import HALF, MASTER_OPTIMIZERS, Textbook, differences, half_parameters, keeping, set_most_gradients
 
@@ -364,12 +360,3 @@ def test_an_update_that_fails_while_it_is_measured_says_so(
     with pytest.raises(ValueError, match="no such luck"):
         HostRates(room, shared=True).seconds(adam(), torch.float32, 1000)
     assert still_there and set(still_there) == {2} and room.held == 0
-
-
-@pytest.mark.long
-def test_a_host_tier_that_blocks_fill_on_demand(few_elements: None, tmp_path: Path) -> None:
-    """What they left behind there when they came back makes room."""
-    case, trace = small("AdamW", steps=5, layers=4), tmp_path / "trace.json"
-    options = share_of_peak(case, tmp_path, 0.45) | {"host_budget": 8 * MIB, "trace_out": trace, "profile_iterations": 1}
-    train(case, options=options)
-    assert all(subgroup.host_seconds for subgroup in planner.Trace.load(trace).subgroups)

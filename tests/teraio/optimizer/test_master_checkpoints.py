@@ -25,7 +25,7 @@ from .plain_training import (
     half_parameters,
     keeping,
     named,
-    set_most_gradients,
+    train_most,
 )
 
 BUDGET = 14 * WIDE
@@ -44,21 +44,15 @@ def same_values(parameters: list[nn.Parameter], others: list[nn.Parameter]) -> N
             parameter.copy_(other)
 
 
-def train(parameters: list[nn.Parameter], optimizer: Any, steps: int, first: int = 0) -> None:
-    for step in range(first, first + steps):
-        set_most_gradients(parameters, step)
-        optimizer.step()
-
-
 def test_loading_in_the_middle_of_a_training(started: Start, tmp_path: Path) -> None:
     """What is loaded takes the place of the blocks that were there; hooks of the user's see plain tensors."""
     training = started(budget_bytes=BUDGET, parameters=half_parameters(torch.bfloat16))
     optimizer = torch.optim.AdamW(training.parameters)
     keeping(optimizer)
-    train(training.parameters, optimizer, 4)
+    train_most(training.parameters, optimizer, 4)
     content = copied(optimizer.state_dict(), tmp_path)
     values = [p.detach().clone() for p in training.parameters]
-    train(training.parameters, optimizer, 3, 4)
+    train_most(training.parameters, optimizer, 3, 4)
     before = set(training.states().values())
     seen: list[bool] = []
     optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.extend(map(torch.is_tensor, named(state).values())))
@@ -68,14 +62,14 @@ def test_loading_in_the_middle_of_a_training(started: Start, tmp_path: Path) -> 
             parameter.copy_(value)
     assert seen and all(seen) and len(seen) == len(named(content))
     assert not before & set(training.states().values())
-    train(training.parameters, optimizer, 4, 4)
+    train_most(training.parameters, optimizer, 4, 4)
     assert differences(optimizer, Textbook(half_parameters(torch.bfloat16), torch.optim.AdamW).train(8)) == []
 
 
 def plainly_trained(name: str) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
     parameters = half_parameters(torch.bfloat16)
     optimizer = MASTER_OPTIMIZERS[name](parameters)
-    train(parameters, optimizer, 5)
+    train_most(parameters, optimizer, 5)
     return parameters, optimizer
 
 
@@ -103,7 +97,7 @@ def test_states_of_an_optimizer_without_masters(started: Start, name: str, way: 
         optimizer = keeping(plain)
     states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
     assert states and all(value.dtype is torch.float32 for value in states)
-    train(training.parameters, optimizer, 5, 5)
+    train_most(training.parameters, optimizer, 5, 5)
     assert differences(optimizer, expected.train(5, 5)) == []
     assert training.pager.account.peak_bytes <= BUDGET
 
@@ -135,7 +129,7 @@ def test_a_plain_optimizer_loads_a_checkpoint_with_masters(name: str) -> None:
     """It rounds the states, as ever, and takes no notice of the masters."""
     trained = half_parameters(torch.bfloat16)
     keeper = keeping(MASTER_OPTIMIZERS[name](trained))
-    train(trained, keeper, 5)
+    train_most(trained, keeper, 5)
     content = keeper.state_dict()
     without = {n: {k: v.clone() for k, v in s.items() if k != "master_param"} for n, s in content["state"].items()}
     results = []
@@ -145,30 +139,15 @@ def test_a_plain_optimizer_loads_a_checkpoint_with_masters(name: str) -> None:
         plain = MASTER_OPTIMIZERS[name](parameters)
         plain.load_state_dict({**content, "state": state})
         assert all(v.dtype in HALF for p in parameters[:2] for k, v in plain.state[p].items() if k != "step")
-        train(parameters, plain, 5, 5)
+        train_most(parameters, plain, 5, 5)
         results.append(parameters)
     assert all(map(torch.equal, *results))
-
-
-def test_other_weights_are_loaded_without_their_states(started: Start) -> None:
-    """The masters follow the parameters, and not the other way round."""
-    training = started(budget_bytes=BUDGET, parameters=half_parameters(torch.float16))
-    optimizer = keeping(torch.optim.AdamW(training.parameters))
-    train(training.parameters, optimizer, 3)
-    module = nn.ParameterList(training.parameters)
-    expected = Textbook(half_parameters(torch.float16), torch.optim.AdamW).train(3)
-    weights = {name: torch.randn(p.shape).to(p.dtype) for name, p in module.state_dict().items()}
-    module.load_state_dict(weights)
-    for master, weight in zip(expected.masters, weights.values(), strict=True):
-        master[master.to(weight.dtype) != weight] = weight[master.to(weight.dtype) != weight].float()
-    train(training.parameters, optimizer, 3, 3)
-    assert differences(optimizer, expected.train(3, 3)) == []
 
 
 def test_states_that_load_state_dict_has_rounded_are_refused() -> None:
     parameters = half_parameters(torch.bfloat16)
     keeper = keeping(torch.optim.AdamW(parameters))
-    train(parameters, keeper, 2)
+    train_most(parameters, keeper, 2)
     late = torch.optim.AdamW(half_parameters(torch.bfloat16))
     late.load_state_dict(keeper.state_dict())
     with pytest.raises(UnsupportedError, match=r"master_param is not fp32, because load_state_dict .* first, then load"):
@@ -179,10 +158,10 @@ def test_states_that_load_state_dict_has_rounded_are_refused() -> None:
 def test_a_checkpoint_that_does_not_fit_changes_nothing() -> None:
     parameters = half_parameters(torch.bfloat16)
     keeper = keeping(torch.optim.AdamW(parameters))
-    train(parameters, keeper, 2)
+    train_most(parameters, keeper, 2)
     content = keeper.state_dict()
     content["param_groups"] = [{**content["param_groups"][0], "params": [0]}]
     with pytest.raises(ValueError, match="size of optimizer's group"):
         keeper.load_state_dict(content)
-    train(parameters, keeper, 2, 2)
+    train_most(parameters, keeper, 2, 2)
     assert differences(keeper, Textbook(half_parameters(torch.bfloat16), torch.optim.AdamW).train(4)) == []

@@ -123,10 +123,8 @@ CHANGED = "gradients are changed between backward and step"
 REFUSED: dict[str, tuple[Step, str, Any]] = {
     "step hooks": (hooked_step, "AdamW is updated as a whole: there are step hooks besides teraio's", None),
     "own optimizer": (one_update, "Own is updated as a whole", lambda module: Own(module.parameters())),
-    "clip_grad_norm_": (between(lambda run, _: nn.utils.clip_grad_norm_(run.module.parameters(), 0.01)), CHANGED, None),
     # To a norm that no gradient reaches: one day one may.
     "clip_grad_norm_ in vain": (between(lambda run, _: nn.utils.clip_grad_norm_(run.module.parameters(), 1e9)), CHANGED, None),
-    "clip_grad_value_": (between(lambda run, _: nn.utils.clip_grad_value_(run.module.parameters(), 1e-3)), CHANGED, None),
     "clamped through data": (between(clamp_data), CHANGED, None),
     "GradScaler": (scaled, CHANGED + r" \(clipping, or a GradScaler\)", None),
     "GradScaler, fused": (scaled, "a GradScaler drives the optimizer", fused),

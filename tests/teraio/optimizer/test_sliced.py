@@ -1,11 +1,11 @@
-"""Updates by slices: the bits of plain PyTorch under budgets that states do not fit in; room, errors, and streams."""
+"""Updates by slices: the bits of plain PyTorch under budgets that states do not fit in; room, and errors.
+
+On a device with streams: `../machine/test_cuda.py`.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,19 +15,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from planner.errors import BudgetError, StorageFullError, StorageIOError
-from runtime.cuda import StreamMover
-from runtime.device import Lane, WallMark
-from runtime.paging import CheckedMover, Pager, State, Tier, Tiers
-from runtime.storage import HostStore, PosixStore, align_up
-from runtime.transfer import Engine
+from runtime.paging import State
+from runtime.storage import HostStore, align_up
 from teraio.machine import ResolvedBudgets
 from teraio.optimizer.slices import SlicedUpdate
 from teraio.options import Options
 from teraio.planning import BackgroundPlanner
 
-from ...runtime.simulated_device import SimulatedDevice
-from ...runtime.slab import Slab
-from .managed_training import LARGE_BUDGET, ManagedTraining, StartTiered, check_sliced
+from .managed_training import StartTiered, check_sliced
 from .plain_training import (
     LARGE,
     MIB,
@@ -50,21 +45,21 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 @pytest.mark.parametrize(
     ("drives", "host", "checked"),
-    [(1, "no host tier", False), (3, "no host tier", True), (2, "a host tier for one state", False), (0, "host only", True)],
+    [(3, "no host tier", True), (2, "a host tier for one state", False), (0, "host only", False)],
 )
 def test_every_tier(started_tiered: StartTiered, drives: int, host: str, checked: bool) -> None:
-    """Over many steps; both states in one tier, or one in each. checked: by checksums and in the debug mode."""
+    """Both states in one tier, or one in each. checked: by checksums and in the debug mode."""
     host_bytes = {"no host tier": 0, "a host tier for one state": LARGE * 5 // 2, "host only": 4 * LARGE}[host]
     training = started_tiered(drives=drives, host_bytes=host_bytes, debug=checked, checksums=checked)
     optimizer = adamw(training.parameters)
-    train(optimizer, 25)
+    train(optimizer, 8)
     check_sliced(training, 2)
     expected = {"no host tier": {"storage"}, "host only": {"host"}}.get(host, {"host", "storage"})
     assert {block.tier for block in training.states().values()} == expected
     for tier in expected:
         engine = training.tiers[tier].threads()  # type: ignore[index]
-        assert engine.read_link.moved_bytes > 24 * LARGE and engine.write_link.moved_bytes > 25 * LARGE
-    assert not differing(everything(optimizer), plain(25, large_parameters(), adamw))
+        assert engine.read_link.moved_bytes > 7 * LARGE and engine.write_link.moved_bytes > 8 * LARGE
+    assert not differing(everything(optimizer), plain(8, large_parameters(), adamw))
 
 
 def sgd(parameters: list[nn.Parameter]) -> Optimizer:
@@ -85,10 +80,7 @@ def in_another_order() -> list[nn.Parameter]:
         (sgd, large_parameters, 0, 1),
         (adamw, in_another_order, 2, 1),
         # In 32 bits what loops leave over at the end of a thread's share is rounded as the rest is.
-        *(
-            (STATE_OPTIMIZERS[n], large_parameters, states, 3)
-            for n, states in (("AdamW", 2), ("RMSprop", 3), ("SGD momentum", 1))
-        ),
+        (STATE_OPTIMIZERS["AdamW"], large_parameters, 2, 3),
         (STATE_OPTIMIZERS["AdamW fused"], large_parameters, 2, 3),
     ],
 )
@@ -124,8 +116,7 @@ def test_states_that_are_on_the_device(started_tiered: StartTiered) -> None:
     assert not differing(everything(optimizer), plain(4, large_parameters(), adamw))
 
 
-# -- updates by slices: what room they take, which updates are cut, what a trace says of them, and what becomes of errors
-# -- room
+# -- what room they take, which updates are cut, what a trace says of them
 
 
 def test_the_smallest_budget_is_parameter_gradient_and_some_slices(started_tiered: StartTiered) -> None:
@@ -151,7 +142,7 @@ def test_the_smallest_budget_is_parameter_gradient_and_some_slices(started_tiere
 def test_an_update_takes_no_more_than_its_workspace(
     started_tiered: StartTiered, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the first step, and later ones."""
+    """In the first step, and later ones; and makes the bits of the plain one."""
     training = started_tiered()
     optimizer = STATE_OPTIMIZERS[name](training.parameters)
     taken: list[int] = []
@@ -170,6 +161,8 @@ def test_an_update_takes_no_more_than_its_workspace(
     ]
     assert len(taken) == len(reserved) == 2
     assert all(0 < size <= limit <= LARGE / 4 for size, limit in zip(taken, reserved, strict=True)), (taken, reserved)
+    assert all(block.state is State.OFFLOADED for block in training.states().values())
+    assert not differing(everything(optimizer), plain(2, large_parameters(), STATE_OPTIMIZERS[name]))
 
 
 def test_where_all_fits_nothing_is_cut_inside(started_tiered: StartTiered, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,8 +252,7 @@ class Failing:
         self.move(slot, piece, address)
 
 
-@pytest.mark.parametrize("good", [0, 9, 40])
-@pytest.mark.parametrize("link", ["read_link", "write_link"])
+@pytest.mark.parametrize(("link", "good"), [("read_link", 0), ("read_link", 40), ("write_link", 9)])
 def test_a_failed_copy_reaches_the_step(started_tiered: StartTiered, link: str, good: int) -> None:
     """With a note if something was updated by then. Nothing stays lent, and all can still be brought back."""
     training = started_tiered()
@@ -294,86 +286,3 @@ def test_no_room_for_new_states(started_tiered: StartTiered) -> None:
     assert all(block.state is not State.UPDATING for block in training.pager.blocks)
     store = training.tiers["host"].store
     assert isinstance(store, HostStore) and store.used_bytes <= LARGE + MIB // 2
-
-
-# -- updates by slices on a device with streams: copies that the device makes by itself, and copies by threads
-
-
-class EagerDevice(SimulatedDevice):
-    """Does at once what is queued, as optimizers compute at once here; for other orders see `runtime/cuda/test_mover`."""
-
-    asynchronous = True
-
-    def __init__(self, seed: int, *, pieces: int, unit: int) -> None:
-        super().__init__(seed, pieces=pieces, unit=unit)
-        self.lock = threading.RLock()
-
-    def queue(self, lane: Lane, action: Callable[[], None]) -> None:
-        with self.lock:  # I/O threads begin copies as well
-            super().queue(lane, action)
-            self.synchronise()
-
-    def mark(self) -> WallMark:
-        return WallMark(float(self.steps))
-
-    def try_memory(self, size_bytes: int) -> None:
-        """There always is some."""
-
-    def external_bytes(self, known_bytes: int) -> int:
-        return 0
-
-
-class Gpu(ManagedTraining):
-    """Training on it. host: room for so many blocks of the large parameter's size."""
-
-    def __init__(self, folder: Path | None, *, host: int, debug: bool, last: ExitStack) -> None:
-        self.device = EagerDevice(0, pieces=12, unit=2 * MIB)
-        slab = Slab(host, 2 * MIB)
-        tiers = [Tier(name="host", store=slab, engine=None)] if host else []  # type: ignore[arg-type]
-        if folder is not None:
-            store = PosixStore([folder], budget_bytes=None, direct=False)
-            last.callback(store.close)
-            self.engine = Engine(store, threads=2, chunk_bytes=64 << 10, checksums=True)
-            last.callback(self.engine.close)
-            tiers.append(Tier(name="storage", store=store, engine=self.engine))
-        self.mover = StreamMover(self.device, Tiers(tiers), slab.address_of, poison=debug)
-        checked = CheckedMover(self.mover, self.mover.read) if debug else self.mover
-        last.callback(self.mover.close)
-        super().__init__(Pager(mover=checked, budget_bytes=LARGE_BUDGET, device=self.device), large_parameters())
-        last.callback(self.steps.close)
-
-
-@pytest.fixture
-def last() -> Iterator[ExitStack]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with ExitStack() as last:
-        yield last
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("debug", [False, True], ids=["plain", "debug"])
-@pytest.mark.parametrize("tiers", ["host", "storage", "host and storage"])
-def test_the_same_bits(last: ExitStack, tmp_path: Path, tiers: str, debug: bool) -> None:
-    """User code sees the states in between where it can; they come back whole, and leave again."""
-    room = {"host": 6, "storage": 0, "host and storage": 2}[tiers]
-    gpu = Gpu(None if tiers == "host" else tmp_path, host=room, debug=debug, last=last)
-    optimizer = adamw(gpu.parameters)
-    for step in range(6):
-        train(optimizer, 1, first=step)
-        gpu.device.synchronise()
-        states = list(gpu.states().values())
-        assert len(states) == 2 and all(block.state is State.OFFLOADED for block in states)
-        if step == 3:
-            with gpu.device.region():
-                gpu.pager.closing.bring_back()
-            gpu.device.synchronise()
-    assert {block.tier for block in states} == ({tiers} if " and " not in tiers else {"host", "storage"})
-    assert gpu.pager.account.peak_bytes >= 2 * LARGE
-    if "host" in tiers:
-        gpu.mover.finished([])
-        assert gpu.mover.moved_bytes["host->device"] > 5 * LARGE
-    with gpu.device.region():
-        gpu.pager.closing.bring_back()
-    gpu.device.synchronise()
-    assert not differing(everything(optimizer), plain(6, large_parameters(), adamw))
