@@ -56,12 +56,6 @@ AS_EXPECTED = Observation(
 )
 
 
-def test_what_is_expected() -> None:
-    assert EXPECTED.iteration_seconds == 5.0 and EXPECTED.ideal_seconds == 4.0
-    assert EXPECTED.stall_seconds == (0.0, 1.0) and EXPECTED.contended == frozenset()
-    assert EXPECTED.link_seconds_per_byte == pytest.approx({OUT: 2.1 / 200, IN: 4.1 / 200})
-
-
 @pytest.mark.parametrize(
     ("seen", "iteration", "stages", "of_links", "is_found"),
     [
@@ -96,11 +90,6 @@ def test_a_minority_of_outliers_is_no_drift() -> None:
     )
     assert not drift_of(EXPECTED, [AS_EXPECTED, wild, AS_EXPECTED]).found
     assert drift_of(EXPECTED, [wild, AS_EXPECTED, wild]).found
-
-
-def test_how_drift_reads() -> None:
-    seen = replace(AS_EXPECTED, iteration_seconds=6.0, waited_seconds=1.6, busy_seconds={OUT: 2.1, IN: 2.05})
-    assert str(drift_of(EXPECTED, [seen])) == "iteration +20%, stages +10%, device->storage +0%, storage->device -50%"
 
 
 # -- a trace of what was measured

@@ -210,22 +210,6 @@ def test_a_solver_that_fails_changes_nothing(training: VirtualTraining, caplog: 
     assert len(running.jobs.asked) == 4, "at once, and after 10, 20 and 40 iterations more"
 
 
-def test_a_plan_that_could_not_be_written_down(
-    training: VirtualTraining, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    running = Following(training, (6, 6), plan_out=tmp_path / "plan.json")
-    running.jobs.answers = [None]
-
-    def refuse(self: Plan, path: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Plan, "save", refuse)
-    with caplog.at_level(logging.WARNING, logger="teraio"):
-        running.run_at(*[2.0] * 12)
-    (told,) = said(caplog)
-    assert "No space left" in told and len(running.jobs.asked) == 1
-
-
 def test_stopping_ends_the_solver(training: VirtualTraining) -> None:
     running = Following(training, (6, 6))
     running.jobs.answers = [None]

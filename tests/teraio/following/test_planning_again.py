@@ -125,30 +125,6 @@ def test_the_old_plan_stays_everywhere_if_the_new_one_is_not_better(pair: list[R
     assert len(told) == 2 and any("as another rank of this machine plans again" in text for text in told)
 
 
-def test_a_rank_that_is_killed_while_it_plans_holds_nobody_up(pair: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
-    """Rank 1 leads and says nothing more. Rank 0 goes on by its plan, and plans for itself in the end."""
-    pair[1].background._start_job = jobs = PendingJobs()
-    jobs.answers = [None]
-    pair[1].training.stage_seconds = [1.001] * STAGES
-    while not jobs.started:
-        run(pair, 1)
-    pair[0].jobs.answers = [None]
-    pair[0].run()
-    shared = pair[0].background._shared
-    assert shared is not None and not pair[0].jobs.asked
-    shared._ends = 0.0  # the time is over
-    run(pair[:1], 3)
-    assert len(pair[0].jobs.asked) == 1 and not pair[0].background.busy
-    assert any("no other rank has made the plan in time" in record.message for record in caplog.records)
-
-
-def test_a_rank_that_is_killed_before_it_answers_is_not_waited_for(pair: list[Rank]) -> None:
-    """Only rank 1 still runs."""
-    pair[1].jobs.answers = [None]
-    run(pair[1:], 20)
-    assert len(pair[1].jobs.asked) == 1 and len(pair[1].followed) == 1
-
-
 def test_a_plan_that_cannot_be_made_leaves_the_old_one_everywhere(pair: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
     slowest(pair[1], SolverError("out of luck"))
     run(pair, 18)

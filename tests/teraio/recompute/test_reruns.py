@@ -1,4 +1,4 @@
-"""Forward stages run again, by random plans, by a planner's and on demand: the bits of training without a budget, within it."""
+"""Plans that nobody would choose, and forward stages that run again, also on demand: the bits of training without a budget."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ from .programs import PLAIN, PROGRAMS, ROWS, Model, check, follow, lower, one_pa
 pytestmark = pytest.mark.usefixtures("same_program_at_every_budget", "deterministic")
 
 
-@pytest.mark.parametrize(("tier", "seed", "share"), every_other(("storage", 1, 0.6), ("storage", 0, 1.0), ("host", 2, 1.0)))
-def test_random_plans(tmp_path: Path, tier: str, seed: int, share: float) -> None:
-    known = profiled(PLAIN, tmp_path, tier=tier)
+@pytest.mark.parametrize(
+    ("name", "tier", "seed", "share"),
+    [("plain", "storage", 1, 0.6), ("plain", "host", 2, 1.0), ("plain", "both", 3, 0.0), ("accumulating", "storage", 0, 0.0)],
+)
+def test_random_plans(tmp_path: Path, name: str, tier: str, seed: int, share: float) -> None:
+    trained = {"plain": PLAIN, **PROGRAMS}[name]
+    known = profiled(trained, tmp_path, tier=tier)
     assert len(known.trace.recompute) >= 3
-    follow(PLAIN, known, tmp_path, seed, tier=tier, share=share, debug=seed == 1)
+    follow(trained, known, tmp_path, seed, tier=tier, share=share, debug=seed % 2 == 1)
 
 
 @pytest.mark.parametrize("name", every_other(*PROGRAMS))
