@@ -359,19 +359,6 @@ def rollout(run: Run, x: Tensor, index: int) -> None:
         one_update(run, x, index)
 
 
-def task(run: Run, x: Tensor, index: int) -> None:
-    """As in Reptile: a new optimizer takes steps for a task, then the parameters go back most of the way."""
-    before = [parameter.detach().clone() for parameter in run.module.parameters()]
-    optimizer = torch.optim.SGD(run.module.parameters(), lr=0.01)
-    for _ in range(2):
-        run.backward(x)
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        for parameter, old in zip(run.module.parameters(), before, strict=True):
-            parameter.copy_(old.lerp(parameter, 0.1))
-
-
 def generate(run: Run, x: Tensor, index: int) -> None:
     """More passes without gradients than are recorded, and an update."""
     with torch.no_grad():

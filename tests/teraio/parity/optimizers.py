@@ -19,18 +19,33 @@ Make = Callable[[list[nn.Parameter]], Optimizer]
 class Layers(nn.Module):
     """Residual layers with two weights, by default of 1 MiB each: features [rows, 64] to [rows, 64].
 
-    `unused` gets no gradient.
+    `unused` gets no gradient. tied: all layers have the first one's `up`. frozen: the last one learns nothing.
+    broken: a graph break after the first one.
     """
 
-    def __init__(self, layers: int, hidden: int = HIDDEN) -> None:
+    def __init__(
+        self, layers: int, hidden: int = HIDDEN, *, tied: bool = False, frozen: bool = False, broken: bool = False
+    ) -> None:
         super().__init__()
         self.up = nn.ModuleList(nn.Linear(WIDTH, hidden) for _ in range(layers))
         self.down = nn.ModuleList(nn.Linear(hidden, WIDTH) for _ in range(layers))
         self.unused = nn.Parameter(torch.ones(WIDTH, hidden))
+        self.broken = broken
+        for up in self.up if tied else ():
+            up.weight = self.up[0].weight
+        if frozen:
+            self.up[-1].requires_grad_(False)
+            self.down[-1].requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        for up, down in zip(self.up, self.down, strict=True):
-            x = x + down(torch.tanh(up(x)))
+        x = self._run(x, 0, 1)
+        if self.broken:
+            torch._dynamo.graph_break()
+        return self._run(x, 1, len(self.up))
+
+    def _run(self, x: Tensor, begin: int, end: int) -> Tensor:
+        for layer in range(begin, end):
+            x = x + self.down[layer](torch.tanh(self.up[layer](x)))
         return x
 
 

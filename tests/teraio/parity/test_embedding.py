@@ -22,7 +22,7 @@ EMBEDDING = ROWS * WIDTH * 4
 BUDGET = EMBEDDING * 79 // 20
 """Below parameter, gradient and states of the embedding; the stage of its gradient needs nearly as much."""
 STATES = {f"optimizer/embed.weight.{name}" for name in ("exp_avg", "exp_avg_sq")}
-STEPS, HALF = 26, 13
+STEPS, HALF = 16, 8
 
 
 class Embedded(nn.Module):

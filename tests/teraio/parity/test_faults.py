@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import planner
 import teraio
 from runtime.storage import file_space
-from teraio.optimizer.subgroup_steps import SubgroupSteps
 from teraio.registry import REGISTRY
 
 from ...training import MIB, Training, begin, compiled, forget, mean_square_step, unequal
@@ -237,7 +236,7 @@ def test_a_file_that_is_cut_short(options: dict[str, Any], tmp_path: Path) -> No
     assert str(file) in str(raised.value)
 
 
-# -- the user's code; see also test_loops.py
+# -- the user's code; see also loops.py
 
 
 class Fault(Exception):
@@ -266,27 +265,6 @@ def test_a_step_hook_that_raises(options: dict[str, Any], when: str) -> None:
     found = values(training)
     training.finish()
     assert not unequal(found, values(expected)) and not unequal(values(training), values(expected))
-
-
-def test_memory_that_runs_out_in_the_optimizer_s_step(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between teraio's updates and PyTorch's own call of the step. The optimizer has its parameters all the same."""
-    training = start(options)
-    train(training, 0, 2)
-    real = SubgroupSteps.run
-
-    def failing(self: SubgroupSteps, *arguments: Any, **named: Any) -> None:
-        real(self, *arguments, **named)
-        raise MemoryError
-
-    monkeypatch.setattr(SubgroupSteps, "run", failing)
-    with pytest.raises(MemoryError):
-        train(training, 2, 3)
-    monkeypatch.setattr(SubgroupSteps, "run", real)
-    (group,) = training.optimizers[0].param_groups
-    assert len(group["params"]) == LAYERS
-    training.optimizers[0].zero_grad()
-    train(training, 3, 4)
-    goes_on(training, 4)
 
 
 # -- plans
@@ -358,19 +336,17 @@ def test_forked_children(options: dict[str, Any], tmp_path: Path) -> None:
     goes_on(training, 8)
 
 
-def test_two_budgets_at_once_and_one_after_the_other(tmp_path: Path) -> None:
+def test_two_budgets_at_once(tmp_path: Path) -> None:
     expected = plain(4)
-    for budgets in ((BUDGET, 8 * MIB), (9 * MIB, BUDGET)):
-        options: list[dict[str, Any]] = [{"memory_budget": budget, "storage": tmp_path} for budget in budgets]
-        both = [start(options[0]), start_plain()]
-        both[1].model = compiled(both[1].module, options[1])
-        for number in range(4):
-            for training in both:
-                train(training, number, number + 1)
-        assert len(teraio.status()) == 2
+    options: list[dict[str, Any]] = [{"memory_budget": budget, "storage": tmp_path} for budget in (BUDGET, 8 * MIB)]
+    both = [start(options[0]), start_plain()]
+    both[1].model = compiled(both[1].module, options[1])
+    for number in range(4):
+        for training in both:
+            train(training, number, number + 1)
+    assert len(teraio.status()) == 2
+    for _ in range(2):
         for training in both:
             assert not unequal(values(training), expected)
         teraio.reset()
         assert not list(tmp_path.iterdir())
-        for training in both:
-            assert not unequal(values(training), expected)

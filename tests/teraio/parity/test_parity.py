@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,8 @@ from .harness import (
     Case,
     Result,
     Run,
-    budgeted_options,
-    check_budget,
-    check_exact,
     check_parity,
-    check_planned,
     compiled_input_needs_grad,
-    train,
 )
 from .models import (
     WITH_REENTRY,
@@ -48,14 +43,10 @@ from .models import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """parity: how to check it, see `check_parity`. check: of the budgeted run.
-
-    overlap: with `overlap_step` the bits are the same as well, and so many parameters have a gradient after the backward pass.
-    """
+    """parity: how to check it, see `check_parity`. check: of the budgeted run."""
 
     case: Case
     parity: dict[str, Any]
-    overlap: int | None
     check: Callable[[Result], bool]
 
 
@@ -66,12 +57,11 @@ def row(
     fraction: float = 0.3,
     codegen: str = "eager",
     debug: bool = False,
-    overlap: int | None = None,
     check: Callable[[Result], bool] = lambda result: True,
     **case: Any,
 ) -> Row:
     parity = {"fraction": fraction, "codegen": codegen, "debug": debug}
-    return Row(case=Case(make_model=make_model, make_batches=make_batches, **case), parity=parity, overlap=overlap, check=check)
+    return Row(case=Case(make_model=make_model, make_batches=make_batches, **case), parity=parity, check=check)
 
 
 # -- kinds of models
@@ -151,25 +141,21 @@ def counted(result: Result) -> bool:
 
 
 adamw = {"make_optimizer": adamw_in_two_groups, "make_scheduler": warm_up}
-sparse = {"make_optimizer": lambda module: torch.optim.SGD(module.parameters(), lr=0.5), "step": sparse_step}
 short = partial(Transformer, layers=1)
+PLAIN, AS_FOR_USERS = "parameter groups and a schedule", pytest.mark.planning_process
 ROWS = {
-    "parameter groups and a schedule": row(Transformer, tokens, **adamw, planned=True, fraction=0.5),
+    PLAIN: row(Transformer, tokens, **adamw, planned=True, fraction=0.5),
     "tied weights": row(
         lambda: Transformer(layers=1, tied=True, vocabulary=1024),
         tokens,
         planned=True,
-        steps=10,
         fraction=0.1,
-        overlap=0,
         check=lambda result: "head.weight" not in result.parameters,
     ),
     "views and aliases": row(
         Aliases,
         compute_loss=loss_over_views,
         planned=True,
-        steps=10,
-        overlap=0,
         check=lambda result: bool(result.parameters["memory"].any()),
     ),
     "batch norm": row(ConvNet, images, planned=True, check=counted),
@@ -181,17 +167,12 @@ ROWS = {
         check=lambda result: ["layers.1.up.weight" in g for g in result.gradients] == [True, False, False, True],
     ),
     "a graph break": row(lambda: Chain(break_at=1), planned=True),
-    "layers compiled one by one": row(  # the last layer is not compiled
-        lambda: Chain(depth=2), compile_parts=("layers.0", "layers.1"), planned=True, steps=10, overlap=2
-    ),
+    # The last layer is not compiled.
+    "layers compiled one by one": row(lambda: Chain(depth=2), compile_parts=("layers.0", "layers.1"), planned=True),
     "two models with an optimizer each": row(Adversaries, compile_parts=("coder", "judge"), step=loops.train_in_turns, steps=4),
     "checkpointed layers": row(lambda: checkpointed(WITHOUT_REENTRY, WITH_REENTRY, nested, dropout=0.2), tokens, steps=2),
-    "sparse gradients": row(SparseEmbedding, tokens, **sparse),
-    "sparse gradients, SparseAdam": row(SparseEmbedding, tokens, **sparse | {"make_optimizer": sparse_adam}),
-    "batches of changing size": row(lambda: Chain(depth=2), features_of_changing_size, steps=10, overlap=0),
-    "batches of changing size, static": row(
-        lambda: Chain(depth=2), features_of_changing_size, steps=6, compile_options={"dynamic": False}
-    ),
+    "sparse gradients": row(SparseEmbedding, tokens, step=sparse_step, make_optimizer=sparse_adam),
+    "batches of changing size": row(lambda: Chain(depth=2), features_of_changing_size, steps=6),
     "sequences of changing length": row(short, varying),
     "dropout by Inductor": row(lambda: Chain(depth=2, dropout=0.3), codegen="inductor"),
     "accumulation, clipping, zeroed gradients": row(
@@ -215,43 +196,14 @@ ROWS = {
         check=broken_off,
     ),
 }
-LONG = {
-    "transformer by Inductor": row(Transformer, tokens, planned=True, codegen="inductor", fraction=0.4),
-    "checkpointed layers by a plan": row(lambda: checkpointed(WITHOUT_REENTRY, WITHOUT_REENTRY), tokens, planned=True),
-    "checkpointed layers by Inductor": row(
-        lambda: checkpointed(WITHOUT_REENTRY, dropout=0.2), tokens, steps=2, codegen="inductor"
-    ),
-    "sequences by Inductor": row(short, varying, steps=4, compile_options={"dynamic": True}, codegen="inductor"),
-    "batch norm, overlapped": row(ConvNet, images, planned=True, steps=10, overlap=0),
-}
-MARKS = {
-    **dict.fromkeys(LONG, pytest.mark.long),
-    "parameter groups and a schedule": pytest.mark.planning_process,  # as it is for users
-}
 
 
 @pytest.mark.usefixtures("eager_dropout")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in (*ROWS, *LONG)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=AS_FOR_USERS if name == PLAIN else ()) for name in ROWS])
 @compiled_input_needs_grad
-def test_the_same_numbers(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    row = {**ROWS, **LONG}[name]
+def test_the_same_numbers(name: str, tmp_path: Path) -> None:
+    """With updates inside the backward pass: `test_overlap.py`."""
+    row = ROWS[name]
     torch._dynamo.utils.counters.clear()
-    if row.overlap is not None:
-        request.getfixturevalue("fine_and_quick")
-    result = check_parity(row.case, tmp_path, **row.parity)
-    assert row.check(result)
+    assert row.check(check_parity(row.case, tmp_path, **row.parity))
     assert "break" not in name or torch._dynamo.utils.counters["graph_break"], "the graph did not break"
-    if row.overlap is not None:
-        check_overlapped(row, result, tmp_path)
-
-
-def check_overlapped(row: Row, expected: Result, folder: Path) -> None:
-    """Updates inside the backward pass, in the debug mode and under the same budget, make the same losses and parameters."""
-    budget = expected.status.device_budget_bytes or 0
-    options = budgeted_options(row.case, folder, budget=budget) | {"debug": True, "overlap_step": True}
-    found = train(row.case, options=options)
-    check_exact(replace(found, gradients=()), replace(expected, gradients=()))
-    check_budget(found, budget)
-    assert found.left_over[0] > row.overlap and set(found.left_over[-3:]) == {row.overlap}
-    if row.case.planned:
-        check_planned(found)
