@@ -8,7 +8,6 @@ import gc
 from collections import Counter
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -100,13 +99,3 @@ def test_training_after_a_long_evaluation_goes_on_with_the_same_bits(tmp_path: P
         training.run(random_rows(2), functools.partial(mean_square_step, training))
         found.append(list(training.finish().values()))
     assert not unequal(found[1], found[0])
-
-
-@pytest.mark.long
-def test_the_resident_set_does_not_grow_with_evaluations(tmp_path: Path) -> None:
-    training = six_layers(tmp_path, budget=64 * MIB)
-    training.run(random_rows(2), functools.partial(mean_square_step, training))
-    evaluate(training, passes=200, rows=128)
-    before = psutil.Process().memory_info().rss
-    evaluate(training, passes=5000, rows=128)
-    assert psutil.Process().memory_info().rss < before + 8 * MIB

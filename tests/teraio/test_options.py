@@ -325,31 +325,6 @@ def test_values_in_code(name: str, value: Any) -> None:
     assert message is None or f"option {name}: " in message
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_each_option_with_each_odd_value(name: str) -> None:
-    for value in (*TEXTS, *VALUES):
-        if isinstance(value, str):
-            fits = name in ("trace_out", "plan_out")
-        else:
-            fits = isinstance(value, float) and name in ("storage_timeout", "rank_timeout", "solver_time_limit")
-        assert fits or refusal({name: value}) is not None
-
-
-@given(name=st.one_of(st.text(max_size=20), st.just("n" * 5000), st.just(10**6000), st.just("\ud800")))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_unknown_names(name: Any) -> None:
-    assert name in NAMES or refusal({name: 1}) is not None
-
-
-@pytest.mark.parametrize("name", ["memory_budget", "storage", "profile_iterations", "plan"])
-def test_odd_values_of_variables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in (text for text in TEXTS if "\0" not in text and "\ud800" not in text):
-        monkeypatch.setenv(f"TERAIO_{name.upper()}", value)
-        assert f"TERAIO_{name.upper()}: option {name}: " in (refusal({}) or "")
-    monkeypatch.setenv("TERAIO_" + "n" * 5000, "1")
-    assert refusal({}) is not None
-
-
 @pytest.mark.parametrize("name", ["~no-such-user/teraio.toml", "n" * 300, "/dev/null", "/tmp", "\udc80"])
 def test_names_of_files(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERAIO_CONFIG", name)

@@ -76,8 +76,7 @@ def test_torch_is_imported_only_when_needed(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "False () True\n"), done.stderr
 
 
-@pytest.mark.parametrize("part", ["planner", "runtime"])
-@pytest.mark.parametrize("shape", ["{}/__init__.py", "{}.py"])
+@pytest.mark.parametrize(("part", "shape"), [("planner", "{}/__init__.py"), ("runtime", "{}.py")])
 def test_a_package_of_the_users_that_hides_ours_is_named(tmp_path: Path, part: str, shape: str) -> None:
     hiding = tmp_path / shape.format(part)
     hiding.parent.mkdir(exist_ok=True)

@@ -96,17 +96,6 @@ def test_a_profile_is_made_although_every_iteration_parks(tmp_path: Path) -> Non
     assert training.progress[-1][0].phase == "planned"
 
 
-def test_parking_is_no_reason_to_plan_where_everything_fits(tmp_path: Path) -> None:
-    training = training_in(tmp_path, "fits")
-
-    def step(batch: Tensor, index: int) -> None:
-        mean_square_step(training, batch, index)
-        park()
-
-    training.run(random_rows(5), step)
-    assert training.progress[-1][0].phase == "fits"
-
-
 def test_what_the_lower_tiers_cannot_hold_stays_and_is_named(tmp_path: Path) -> None:
     training = weights_of_1_mib({"memory_budget": 24 * MIB, "host_budget": 30 * MIB})
 

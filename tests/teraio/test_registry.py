@@ -118,17 +118,6 @@ def test_all_runs_that_are_taken_over_end_even_if_one_fails(registry: Registry) 
     assert [run.closed for run in runs[1:]] == [[True], []]
 
 
-def test_a_run_that_manages_some_of_the_parameters_goes_on(registry: Registry, caplog: pytest.LogCaptureFixture) -> None:
-    first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
-    before: Any = registry.run_for(Options(), CPU, [first])
-    before.known = [first]
-    after: Any = registry.run_for(Options(debug=True), CPU, [first, second])
-    assert registry.runs() == (before, after) and not before.closed
-    assert "1 of 2 parameters of this graph are managed under the budget of 1,234 bytes" in caplog.text
-    registry.run_for(Options(checksums=True), CPU, [])
-    assert len(registry.runs()) == 3
-
-
 def test_waiting_is_over_when_no_run_is_planning(registry: Registry) -> None:
     assert registry.wait_for_plan(0.0)
     run: Any = registry.run_for(Options(), CPU)

@@ -23,15 +23,10 @@ from .facts import edited, fact, has_line
     ("name", "floor_bytes", "peak_bytes"),
     [
         ("chain", 10, 30),
-        ("clean_and_dirty", 20, 35),
-        ("copy_stays_valid", 10, 20),
-        ("diamond", 20, 30),
         ("swap", 30, 60),
         ("wrap", 15, 25),
-        ("one_drive", 20, 30),
         ("two_tiers", 20, 40),
         ("host_update", 40, 60),
-        ("no_way_back", 20, 20),
     ],
 )
 def test_floor_and_peak(run: RunCommand, name: str, floor_bytes: int, peak_bytes: int) -> None:

@@ -59,24 +59,6 @@ def test_the_method_of_the_class_runs_once_ours_is_gone() -> None:
     assert library.worked == ["plainly"]
 
 
-def test_a_call_is_a_stage_with_its_blocks() -> None:
-    pager = Pager(mover=None, budget_bytes=None)
-    calls, recorder = calls_for(pager)
-    held = [torch.ones(4), torch.ones(8)]
-    read = pager.block_of(held[0], name="read", kind="parameter", user_visible=True)
-
-    def make() -> Sequence[Block]:
-        return [pager.block_of(held[1], name="made", kind="gradient", user_visible=False)]
-
-    with calls.region("a call", 1):
-        calls.stage("backward/layer.reduce", make, read=[read], made_bytes=32)
-    user, stage = recorder.iteration_ends().stages
-    assert (user.phase, stage.phase, stage.name) == ("user", "backward", "backward/layer.reduce")
-    assert stage.read == (read,) and [(block.name, block.user_visible) for block in stage.made] == [("made", True)]
-    assert stage.never_again and not read.pins
-    assert stage.collective_seconds == stage.seconds > 0
-
-
 @pytest.mark.parametrize("budget_bytes", [8, None])
 def test_a_call_that_fails_holds_nothing(budget_bytes: int | None) -> None:
     """It does not fit, and nothing can leave; or it fails by itself."""

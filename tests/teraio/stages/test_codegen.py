@@ -50,14 +50,6 @@ def test_a_second_start_compiles_no_stage_also_on_another_machine() -> None:
         assert not unequal(found, wanted)
 
 
-@pytest.mark.long
-def test_stages_and_graphs_of_inductor_do_not_share_entries() -> None:
-    """The same graph compiled as a whole need not keep the strides of its outputs."""
-    with fresh_cache():
-        start("inductor")
-        assert start()[0]["fxgraph_cache_hit"] == 0
-
-
 # -- tuned without the buffer that empties the GPU's cache
 
 

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from runtime.cpu import CpuMemory
-from runtime.execution import Program, Stage, StageFunction, WorkspaceMeter, run_managed, run_plain
-from runtime.paging import Pager
+from runtime.execution import Program, Stage, StageFunction, WorkspaceMeter, run_plain
 from teraio import graph_needs
-from teraio.following import IterationObserver
 from teraio.stages import Codegen, CutPolicy, StageCompiler, cut, eager_codegen, layout
 
 from .graphs import (
@@ -25,7 +23,6 @@ from .graphs import (
     Captured,
     capture,
     clones,
-    convolutions,
     each_model,
     features,
     programs,
@@ -51,33 +48,6 @@ def test_the_same_bits_as_the_graph(graphs: Graphs) -> None:
             assert len(program.stages) >= 3 or policy is not FINE
             for _ in range(2):  # nothing may be left of the first run
                 assert same(run(program, captured.arguments[0]), captured.results[0])
-
-
-@each_model
-def test_the_same_bits_under_management(graphs: Graphs) -> None:
-    for captured, program in zip(graphs(), programs(graphs()), strict=True):
-        pager = Pager(mover=None, budget_bytes=None)
-        arguments = clones(captured.arguments[0])
-        found = run_managed(program, arguments, pager, IterationObserver(pager), WorkspaceMeter(None))
-        assert same(found, captured.results[0])
-
-
-def test_running_statistics_are_updated() -> None:
-    before = convolutions()[0].arguments[0]
-    program = programs(convolutions())[0]
-    after = clones(before)
-    run_plain(program, list(after))
-    moved = {i for i, (a, b) in enumerate(zip(after, before, strict=True)) if isinstance(a, Tensor) and not torch.equal(a, b)}
-    assert len(moved) == 6, "mean, variance and count of two layers"
-    assert {i for stage in program.stages for i in stage.mutates} == moved
-
-
-def test_constants_in_results() -> None:
-    model = nn.Sequential(nn.Linear(32, 32).requires_grad_(False), nn.Tanh(), nn.Linear(32, 32))
-    captured = capture(model, features())
-    for one, program in zip(captured, programs(captured), strict=True):
-        assert same(run(program, one.arguments[0]), one.results[0])
-    assert None in captured[1].results[0]
 
 
 def test_a_graph_that_cannot_be_cut_is_one_stage() -> None:

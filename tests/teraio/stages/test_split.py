@@ -179,18 +179,6 @@ def test_equal_layers_with_random_state_share_their_stages() -> None:
     assert compilers[0].distinct_stages == compilers[1].distinct_stages
 
 
-def test_operators_with_random_state_are_described_like_the_operator_inside() -> None:
-    for captured in recomputed(3):
-        graph = captured.fresh().graph
-        compiling.describe(graph)
-        for node in filter(operators.carries_random_state, graph.nodes):
-            assert operators.unwrapped(node)[0] is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-            assert cost.flops(node) > 0
-            shapes = [tuple(t.shape) for t in operators.fake_tensors(node.meta["val"])]
-            assert shapes[-2:] == [(2, 2, 16, 16), (2, 2, 16)]
-            assert any(key in node.meta for key in ("nn_module_stack", "fwd_nn_module_stack"))
-
-
 def test_the_operator_inside_each_of_the_three() -> None:
     graph = Graph()
     x, state = graph.placeholder("x"), graph.placeholder("state")
