@@ -67,7 +67,7 @@ class Backend:
         try:
             registry.REGISTRY.refuse_again()
             with one_thread():
-                run = registry.REGISTRY.run_for(self.options, _device(example_inputs), tuple(parameters.values()))
+                run = registry.REGISTRY.run_for(self.options, _device(example_inputs), _telling(parameters))
                 with run.agreeing():
                     return _compile_for(run, self.options, gm, example_inputs, inputs, parameters)
         except TeraioError as error:
@@ -218,6 +218,12 @@ def _compile(run: TrainingRun, graph: GraphModule, inputs: list[tuple[str, Kind]
 def _parameters(inputs: Sequence[tuple[str, Kind]], example_inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
     named = ((name, value) for (name, _), value in zip(inputs, example_inputs, strict=False))
     return {name: value for name, value in named if type(value) is torch.nn.Parameter and value.layout is torch.strided}
+
+
+def _telling(parameters: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return those that tell whether a run manages the model. Where it was made under a budget, small ones are no blocks yet."""
+    every = tuple(parameters.values())
+    return tuple(each for each in every if each.untyped_storage().nbytes() >= MIN_MOVED_BYTES) or every
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:

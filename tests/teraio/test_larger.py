@@ -21,7 +21,7 @@ import teraio
 from examples.memory import watched
 from teraio.training_run import TrainingRun
 
-from ..training import MIB, blocks
+from ..training import MIB, blocks, forget
 
 BUDGET = 24 * MIB
 """Of the models here, which have 32 MiB and more."""
@@ -162,6 +162,13 @@ def saved(folder: Path, files: int = 3) -> tuple[nn.Module, Path]:
     return model, folder
 
 
+def frozen(model: nn.Module) -> nn.Module:
+    """All but the last layer, as of LoRA."""
+    for layer in model.layers[:-1]:  # type: ignore[index,union-attr]
+        layer.requires_grad_(False)
+    return model
+
+
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         return Stack()
@@ -182,21 +189,29 @@ def test_a_checkpoint_is_loaded_within_the_budget_and_trains(make: Callable[[], 
     check_budget()
 
 
-def test_frozen_weights_stay_in_their_checkpoint(tmp_path: Path) -> None:
+def test_frozen_weights_stay_in_their_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the model is compiled with other options than it was loaded under, and in a second start, by the same plan."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     wanted, folder = saved(tmp_path)
-    with teraio.under_budget(**options(tmp_path)) as tiers:
-        model = on_meta()
-        tiers.load(model, folder)
-    for each in (model, wanted):
-        for layer in each.layers[:-1]:  # type: ignore[index,union-attr]
-            layer.requires_grad_(False)
+
+    def loaded(**more: Any) -> nn.Module:
+        with teraio.under_budget(**options(tmp_path, **more)) as tiers:
+            model = on_meta()
+            tiers.load(model, folder)
+        return frozen(model)
+
     written = sum(path.stat().st_size for path in folder.iterdir())
-    teraio.compile(model, **options(tmp_path))
-    assert train(model) == train(wanted) and same(model, wanted)
+    model = teraio.compile(loaded(memory_budget=BUDGET + MIB), **options(tmp_path, plan_cache="read-write"))
+    expected = train(frozen(wanted), 4)
+    assert train(model, 8)[:4] == expected
     status = check_budget()
-    frozen = [block for block in blocks() if block.kind == "parameter" and block.name.startswith("layers.0")]
-    assert frozen and status.moved_bytes["storage->device"] > 7 * 4 * MIB
+    base = [block for block in blocks() if block.kind == "parameter" and block.name.startswith("layers.0")]
+    assert base and status.moved_bytes["storage->device"] > 7 * 4 * MIB and status.phase == "planned"
     assert sum(path.stat().st_size for path in folder.iterdir()) == written
+    del model, base
+    forget()
+    model = teraio.compile(loaded(plan_cache="read-write"), **options(tmp_path, plan_cache="read-write"))
+    assert train(model, 2) == expected[:2] and check_budget().phase == "planned"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
