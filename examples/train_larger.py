@@ -3,16 +3,14 @@
     python -m examples.train_larger
 
 The checkpoint is made first, under the budget too, unless `--checkpoint` names one. Then the life of the model: loaded, trained,
-saved, parked, trained on, closed. What a process holds is its anonymous and shared memory: pages of mapped files belong to the
-system's cache, which takes them away when memory is short.
+saved, parked, trained on, closed. What a process holds is its anonymous and shared memory, see `examples.memory`.
 """
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -25,13 +23,12 @@ from safetensors.torch import save_file
 
 import teraio
 from examples.gpt import GPT, GPTConfig
-from examples.memory import give_free_memory_back, resident_bytes
+from examples.memory import give_free_memory_back, held_bytes, watched
 from examples.report import mebibytes
 from examples.text import batches, standard_library_text
 
 CONFIG = GPTConfig(layers=12, width=640, heads=10, context=64)
 """237 MB of weights, 950 MB with gradients and AdamW's states."""
-_SAMPLE_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,56 +51,39 @@ class Life:
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Measure what happens within the block."""
-        before, highest, ended = _moved(), [_held_bytes()], threading.Event()
-
-        def watch() -> None:
-            while not ended.wait(_SAMPLE_SECONDS):
-                highest.append(max(highest.pop(), _held_bytes()))
-
-        watching = threading.Thread(target=watch)
-        watching.start()
-        began = time.perf_counter()
-        try:
+        before, began = _moved(), time.perf_counter()
+        with watched() as held:
             yield
-        finally:
-            seconds = time.perf_counter() - began
-            ended.set()
-            watching.join()
+        seconds = time.perf_counter() - began
         moved = {link: size - before.get(link, 0) for link, size in _moved().items()}
-        self.steps.append(StepOfLife(name=name, seconds=seconds, held_bytes=highest[0], moved_bytes=moved))
-
-
-def _held_bytes() -> int:
-    held = resident_bytes()
-    return held["RssAnon"] + held["RssShmem"]
+        self.steps.append(StepOfLife(name=name, seconds=seconds, held_bytes=held.highest, moved_bytes=moved))
 
 
 def _moved() -> dict[str, int]:
     return next((dict(status.moved_bytes) for status in teraio.status()), {})
 
 
-def live(options: dict[str, Any], checkpoint: Path | None, folder: Path, steps: int) -> Life:
+def live(config: GPTConfig, options: dict[str, Any], checkpoint: Path | None, folder: Path, steps: int) -> Life:
     """Let a model live under the budgets of `options`. folder: for checkpoints. Raises what teraio raises."""
-    torch.set_num_threads(2)
     text = standard_library_text(1 << 20)
     with teraio.under_budget(**options):  # opens the tiers and measures them: what stays of that is teraio's own
         pass
     give_free_memory_back()
-    life = Life(_held_bytes())
+    life = Life(held_bytes())
     if checkpoint is None:
         checkpoint = folder / "model.safetensors"
         with life.step("born"), teraio.under_budget(**options):
-            first = GPT(CONFIG)
+            first = GPT(config)
         with life.step("saved as safetensors"):
             save_file(first.state_dict(), checkpoint)
         del first
     with life.step("loaded"), teraio.under_budget(**options) as tiers:
         with torch.device("meta"):
-            model = GPT(CONFIG)
+            model = GPT(config)
         tiers.load(model, checkpoint)
     teraio.compile(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    taken = batches(text, batch=2, context=CONFIG.context, seed=1)
+    taken = batches(text, batch=2, context=config.context, seed=1)
 
     def train() -> None:
         for _ in range(steps):
@@ -144,13 +124,15 @@ def main(
     storage: Annotated[Path | None, typer.Option(help="Folder for spill files; default: a temporary one.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="A safetensors file of this GPT; default: a new one.")] = None,
     steps: Annotated[int, typer.Option(help="Iterations before and after parking.", min=1)] = 8,
+    layers: Annotated[int, typer.Option(help="Of the GPT; the budgets are for 12.", min=1)] = CONFIG.layers,
     figures: Annotated[Path | None, typer.Option(help="Write the figures to this file as JSON.")] = None,
 ) -> None:
     """Train a GPT of 237 MB that main memory's budget of 176 MiB does not hold."""
+    torch.set_num_threads(2)
     budgets_bytes = (memory_budget + host_budget) << 20
     with TemporaryDirectory() as folder:
         options = {"memory_budget": memory_budget << 20, "host_budget": host_budget << 20, "storage": storage or folder}
-        life = live({**options, "codegen": "eager"}, checkpoint, Path(folder), steps)
+        life = live(replace(CONFIG, layers=layers), {**options, "codegen": "eager"}, checkpoint, Path(folder), steps)
     Console().print(table(life, budgets_bytes))
     print(f"before there was a model, the process held {mebibytes(life.before_bytes)}; budgets {mebibytes(budgets_bytes)}")
     if figures is not None:

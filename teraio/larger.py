@@ -29,12 +29,12 @@ from torch.nn.modules.module import register_module_buffer_registration_hook, re
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from planner.errors import OptionsError
+from planner.errors import OptionsError, UnsupportedError
 from runtime.cpu import unchanged_since_mapped
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import OperatorRunner
 from runtime.paging import PLAIN
-from teraio.checkpoint import SavedTensor, check, saved_tensors
+from teraio.checkpoint import SavedTensor, check, listed, saved_tensors
 from teraio.options import Options
 from teraio.registry import Registry
 
@@ -55,9 +55,14 @@ class UnderBudget:
 
         path: a safetensors file, the index of several, or a folder with one of them. Its tensors are those of
         `model.state_dict()`; of tied ones, any will do. Raises CheckpointError before anything is loaded, if a file is missing or
-        damaged, or belongs to another model.
+        damaged, or belongs to another model; UnsupportedError if the model has been sharded.
         """
         places = _places(model)
+        if shards := [name for name, each in places.items() if type(each.tensor) not in PLAIN]:
+            raise UnsupportedError(
+                f"load: {listed(shards)} are no plain tensors, as after fully_shard; load the whole model first, and shard it "
+                "then, both within this block: no rank takes more memory than its budget for it"
+            )
         saved = saved_tensors(Path(path))
         first: dict[int, str] = {}
         tied = {name: first.setdefault(id(each.tensor), name) for name, each in places.items()}

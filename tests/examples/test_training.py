@@ -13,6 +13,7 @@ from examples.gpt import GPT, GPTConfig
 from examples.memory import give_free_memory_back, resident_bytes
 from examples.report import Run, faults, losses_table, summary_table
 from examples.text import batches, standard_library_text
+from examples.train_larger import live, table
 from examples.training import Report, Setting, Step, Training, computing_seconds, covered
 from examples.worker import Worker, WorkerFailed
 
@@ -120,6 +121,19 @@ def test_computing_is_what_ran_on_the_device_but_copies() -> None:
 def test_spans_that_overlap_count_once() -> None:
     assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.7)]) == 4.0
     assert covered([]) == 0.0
+
+
+def test_a_model_larger_than_its_budgets_lives_within_them(tmp_path: Path) -> None:
+    budgets = {"memory_budget": 20 * MIB, "host_budget": 4 * MIB}
+    config = GPTConfig(layers=3, width=512, heads=4, context=32)
+    life = live(config, {**budgets, "storage": tmp_path, "codegen": "eager"}, None, tmp_path, steps=2)
+    names = ["born", "saved as safetensors", "loaded", "trained", "saved", "looked at", "parked", "trained on", "closed"]
+    assert [step.name for step in life.steps] == names and table(life, sum(budgets.values())).row_count == len(names)
+    moved = {step.name: step.moved_bytes for step in life.steps}
+    assert moved["loaded"]["storage->device"] == 0 < moved["born"]["device->storage"]
+    assert (tmp_path / "training.pt").stat().st_size > 3 * (tmp_path / "model.safetensors").stat().st_size > 100 * MIB
+    before_closing = life.steps[:-1]
+    assert all(step.held_bytes < life.before_bytes + sum(budgets.values()) + 96 * MIB for step in before_closing)
 
 
 # -- the verdict: every way to fail is noticed, and a good run passes

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import teraio
 from planner.errors import BudgetError, UnsupportedError
 from runtime.paging import Pager
 from teraio.distributed import (
@@ -47,6 +49,15 @@ def group() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     dist.destroy_process_group()
+
+
+def test_a_checkpoint_is_loaded_before_the_model_is_sharded(group: None, tmp_path: Path) -> None:
+    model = Chain()
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with teraio.under_budget(memory_budget=8 * MIB, storage=tmp_path, local_ranks=1) as tiers:
+        with pytest.raises(UnsupportedError, match=r"layers.0.weight, .* and 3 more tensors are no plain tensors"):
+            tiers.load(model, tmp_path)
 
 
 # -- buckets of DistributedDataParallel
