@@ -86,8 +86,8 @@ class Registry:
         for run, count in sharing:
             budget = run.status().device_budget_bytes
             logger.warning(
-                "%d of %d parameters of this graph are managed under %s, and do not move under these options; if the model was "
-                "compiled again, call teraio.reset() first",
+                "%d of %d large parameters of this graph are managed under %s, and do not move under these options; if the model "
+                "was compiled again, call teraio.reset() first",
                 count,
                 len(parameters),
                 "other options" if budget is None else f"the budget of {budget:,} bytes",

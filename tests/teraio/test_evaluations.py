@@ -61,7 +61,7 @@ def test_evaluations_between_two_steps_keep_nothing(tmp_path: Path) -> None:
     evaluate(training, passes=70)
     before = kept()
     evaluate(training, passes=40)
-    assert kept() == before
+    assert not kept() - before, "what earlier tests have left may go"
     assert training.progress[-1][0].moved_bytes["storage->device"] > 0
 
 
@@ -75,7 +75,7 @@ def test_evaluations_without_any_step_keep_nothing(tmp_path: Path) -> None:
     evaluate(training, passes=40)
     before = kept()
     evaluate(training, passes=40)
-    assert kept() == before
+    assert not kept() - before, "what earlier tests have left may go"
 
 
 def test_own_updates_keep_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_own_updates_keep_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     before = kept()
     for _ in range(20):
         update_by_hand(training)
-    assert kept() == before
+    assert not kept() - before, "what earlier tests have left may go"
 
 
 def test_training_after_a_long_evaluation_goes_on_with_the_same_bits(tmp_path: Path) -> None:

@@ -86,11 +86,11 @@ cut = partial(Row, budget=10 * MIB)
 SEVERAL: dict[str, Any] = {"passes": 2, "clip": True}
 
 ROWS = {
-    "DDP, views of buckets": replicated(run=partial(ddp, settings={"gradient_as_bucket_view": True}), buckets=True),
+    "DDP, views of buckets": replicated(run=partial(ddp, settings={"gradient_as_bucket_view": True}, born=True), buckets=True),
     "DDP, several passes and clipping": replicated(run=partial(ddp, no_sync=no_sync, **SEVERAL)),
     # A plan could update there, and replicas would drift apart.
     "DDP over a host tier": replicated(run=ddp, tier=ON_HOST),
-    "FSDP2, several passes and clipping": shared_out(run=partial(fsdp, **SEVERAL)),
+    "FSDP2, several passes and clipping": shared_out(run=partial(fsdp, born=True, **SEVERAL)),
     "tensors by columns and rows": cut(run=partial(tensor_parallel, sequence=False)),
     "tensors gathered in the graph": cut(run=gathered_in_the_graph, budget=18 * MIB),
     "ZeRO": replicated(run=partial(ddp, optimizer=zero_adamw), check=check_broadcasts),

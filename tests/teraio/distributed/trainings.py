@@ -101,20 +101,24 @@ def train(
     no_sync: Callable[[Any], AbstractContextManager[Any]] | None = None,
     run_pass: Callable[[Any, Tensor], list[Tensor]] = one_pass,
     epochs: tuple[tuple[int, ...], ...] = (),
+    born: bool = False,
     **given: Any,
 ) -> Found:
     """Train what `make` makes from a function that compiles, or does not if `options` is None.
 
     no_sync: around all passes of a step but the last. epochs: steps by rank, in each of which ranks that have ended join those
-    that go on; then gradients stay until the next step. given: further options of the backend.
+    that go on; then gradients stay until the next step. born: under the budget, if there is one. given: further options of the
+    backend.
     """
     forget()
     torch.manual_seed(0)
+    settings = {"codegen": "eager", "profile_iterations": 1, **given, **(options or {})}
 
     def prepare(what: Any) -> Any:
-        return compiled(what, {"profile_iterations": 1, **given, **options}) if options is not None else what
+        return compiled(what, settings) if options is not None else what
 
-    model, module, optimizer = make(prepare)
+    with teraio.under_budget(**settings) if born and options else nullcontext():
+        model, module, optimizer = make(prepare)
     random = torch.Generator().manual_seed(1 if same_rows else 1 + dist.get_rank())
     found = Found()
     joining = [each for each in (getattr(model, "_orig_mod", model), optimizer) if isinstance(each, Joinable)]
