@@ -75,7 +75,6 @@ class _Model:
     """A model that trains by a plan, with files in `folder`."""
 
     def __init__(self, config: GPTConfig, folder: Path) -> None:
-        self._config = config
         self._folder = folder
         self._options: dict[str, Any] = {"memory_budget": MEMORY_BYTES, "storage": folder, "codegen": "eager"}
         self._batches = batches(standard_library_text(1 << 20), batch=2, context=config.context, seed=1)
@@ -132,7 +131,7 @@ class _Model:
 def _training(model: torch.nn.Module, options: dict[str, Any], taken: Iterator[Any]) -> Callable[[], float]:
     """Compile the model and return a function that takes a step and returns its seconds."""
     teraio.compile(model, **options)
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=3e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
     def step() -> float:
         began = time.perf_counter()

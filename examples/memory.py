@@ -3,21 +3,17 @@
 import ctypes
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 _FIELDS = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")
-_SAMPLE_SECONDS = 0.005
 
 
 @dataclass(slots=True)
 class Held:
-    """What the process holds, in bytes: its anonymous and shared memory. before: when the watch began. highest: since then.
-
-    Pages of mapped files belong to the system's cache, which takes them away when memory is short.
-    """
+    """What the process holds, in bytes. before: when the watch began. highest: since then."""
 
     before: int
     highest: int
@@ -31,20 +27,23 @@ def resident_bytes() -> dict[str, int]:
 
 
 def held_bytes() -> int:
-    """Return the anonymous and shared bytes that are resident now."""
+    """Return the anonymous and shared bytes that are resident now.
+
+    Pages of mapped files belong to the system's cache, which takes them away when memory is short.
+    """
     resident = resident_bytes()
     return resident["RssAnon"] + resident["RssShmem"]
 
 
 @contextmanager
-def watched() -> Iterator[Held]:
-    """Watch what the process holds within the block, in a thread that looks every 5 ms."""
-    now = held_bytes()
+def watched(measure: Callable[[], int] = held_bytes, every_seconds: float = 0.005) -> Iterator[Held]:
+    """Watch what the process holds within the block, as `measure` tells, in a thread that looks every so many seconds."""
+    now = measure()
     held, ended = Held(now, now), threading.Event()
 
     def watch() -> None:
-        while not ended.wait(_SAMPLE_SECONDS):
-            held.highest = max(held.highest, held_bytes())
+        while not ended.wait(every_seconds):
+            held.highest = max(held.highest, measure())
 
     watching = threading.Thread(target=watch)
     watching.start()

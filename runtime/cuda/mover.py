@@ -15,7 +15,7 @@ from planner.errors import StorageError
 from planner.schema import WaitingTier
 from runtime.cuda.host_copies import HostCopies, LastPoint, QueuedRange
 from runtime.device import COMPUTE, INWARD, OUTWARD, USER, Event, Lane, Span, Streams
-from runtime.paging import DROPPED, POISON, Block, Done, Tiers, dropped_message, slot_of, storage_of
+from runtime.paging import DROPPED, POISON, Block, Done, LeftBehind, Tiers, dropped_message, slot_of, storage_of
 from runtime.storage import Extent, RangeCopy, Slot, cut_slot, slot_range
 from runtime.system import storage_swap
 
@@ -69,18 +69,16 @@ class StreamMover:
 
     def span(self, storage: torch.UntypedStorage, *, adopt: bool = False) -> Span | None:
         """Return the whole storage; nothing has to be moved for it: all of the device's own memory can be given back."""
-        if self.tiers.ownership.left_behind(storage) is not None:
+        left = self.tiers.ownership.left_behind(storage)
+        if left is not None:
             if not adopt or self.tiers.ownership.stays(storage):
                 return None
-            self._take_over(storage)
+            self._take_over(storage, left)
         mine = self._streams.can_move(storage) and self.tiers.ownership.claim(storage, self.tiers)
         return _span(storage.nbytes()) if mine else None
 
-    def _take_over(self, storage: torch.UntypedStorage) -> None:
+    def _take_over(self, storage: torch.UntypedStorage, left: LeftBehind) -> None:
         """Bring in what an earlier run has left: by a copy from the memory that stands in for it, or from its drive. Waits."""
-        left = self.tiers.ownership.left_behind(storage)
-        if left is None:
-            return
         area = self._streams.allocate(storage.nbytes())
         for event in (self._computed.event(), self._streams.record(USER)):
             event.wait()

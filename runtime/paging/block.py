@@ -301,8 +301,7 @@ class StorageOwnership:
         with self._lock:
             found = None if left.reader is None else left.reader()
             if found is None:
-                found = map_slot(left.slot, left.lead_bytes, storage.nbytes())
-                weakref.finalize(found, left.store.keep(left.slot)).atexit = False
+                found = map_slot(left.store, left.slot, left.lead_bytes, storage.nbytes())
                 self._left[storage._cdata] = left._replace(reader=weakref.ref(found))
             return found
 

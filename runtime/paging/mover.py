@@ -358,9 +358,8 @@ class Tiers:
         slot = slot_of(block)
         found = self._reader(slot)
         if found is None:
-            found = map_slot(slot, _lead_bytes(block), block.size_bytes)
+            found = map_slot(self.of(block).store, slot, _lead_bytes(block), block.size_bytes)
             self._readers[slot] = weakref.ref(found)
-            weakref.finalize(found, self.of(block).store.keep(slot)).atexit = False
         return found
 
     def leave_behind(self, block: Block) -> None:

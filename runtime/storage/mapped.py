@@ -10,16 +10,17 @@ import weakref
 import torch
 
 from planner.errors import StorageError
-from runtime.storage.store import Slot
+from runtime.storage.store import Slot, Store
 
 _NO_ACCESS, _FIXED, _PRIVATE, _ANONYMOUS = 0, 0x10, mmap.MAP_PRIVATE, mmap.MAP_ANONYMOUS
 _FAILED = ctypes.c_void_p(-1).value
 
 
-def map_slot(slot: Slot, lead_bytes: int, size_bytes: int) -> torch.UntypedStorage:
+def map_slot(store: Store, slot: Slot, lead_bytes: int, size_bytes: int) -> torch.UntypedStorage:
     """Return a storage in main memory over so many bytes of a slot from `lead_bytes` on, read from its file as they are touched.
 
-    What is written to it stays in main memory. Whoever maps a slot sees to it that no other block gets it meanwhile. Raises
+    What is written to it stays in main memory. The store keeps the slot as long, see `Store.keep`; while the store is open, the
+    caller sees to it that no other block gets the slot meanwhile. Raises
     StorageError if the system refuses the mapping, StorageIOError if the slot is in a file of the user that has changed.
     """
     if slot.file is not None:
@@ -36,7 +37,9 @@ def map_slot(slot: Slot, lead_bytes: int, size_bytes: int) -> torch.UntypedStora
         raise
     memory = (ctypes.c_char * size_bytes).from_address(base + lead_bytes)
     weakref.finalize(memory, _unmap, base, slot.size_bytes).atexit = False
-    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    found = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    weakref.finalize(found, store.keep(slot)).atexit = False
+    return found
 
 
 def _map(address: int | None, length_bytes: int, access: int, flags: int, descriptor: int, offset: int) -> int:

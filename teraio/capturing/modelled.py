@@ -24,7 +24,7 @@ from runtime.device import MIN_MOVED_BYTES, Span, WallMark
 from runtime.paging import Block, NullMover
 from teraio.machine import Machine, ResolvedBudgets
 from teraio.optimizer import HostRates, OptimizerFacts
-from teraio.stages import Kernel, operator_kernel
+from teraio.stages import Kernel, base_name, operator_kernel
 
 
 class ModelledDevice:
@@ -179,7 +179,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(func, OpOverload):
             return func(*args, **named)
         known = self._is_computable(func) and all(tensor in self._known or not is_fake(tensor) for tensor in given)
-        if known and given and _name(func) in self._READING:
+        if known and given and base_name(func) in self._READING:
             return self._computed(func, args, named)
         result = func(*args, **named)
         made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
@@ -199,7 +199,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 del self._known[tensor]
 
     def _is_computable(self, func: OpOverload) -> bool:
-        return torch.Tag.nondeterministic_seeded not in func.tags and not _name(func).startswith(("empty", "new_empty"))
+        return torch.Tag.nondeterministic_seeded not in func.tags and not base_name(func).startswith(("empty", "new_empty"))
 
     def _computed(self, func: OpOverload, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         args, named = tree_map_only(torch.Tensor, self._value, (args, named))
@@ -208,7 +208,3 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._known[tensor] if tensor in self._known else tensor
-
-
-def _name(operator: OpOverload) -> str:
-    return str(operator._schema.name).split("::")[1]

@@ -20,7 +20,7 @@ import torch
 from torch._prims import rng_prims
 from torch.fx import Graph, Node
 
-# Values of symbolic sizes (sympy symbols). A missing value is replaced by the hint from compilation.
+# Values of symbolic sizes (sympy symbols). What stands for a missing one: see `known_size`.
 Symbols = Mapping[Any, int]
 
 
@@ -52,7 +52,7 @@ def storage_bytes(tensor: torch.Tensor, symbols: Symbols = MappingProxyType({}))
 
 
 def output_bytes(node: Node, symbols: Symbols = MappingProxyType({})) -> int:
-    """Return the bytes of all tensors that `node` returns. Symbolic sizes without a value count with their hint."""
+    """Return the bytes of all tensors that `node` returns. Symbolic sizes without a value: see `known_size`."""
     return sum(storage_bytes(t, symbols) for t in fake_tensors(node.meta.get("val")))
 
 

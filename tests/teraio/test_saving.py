@@ -6,7 +6,6 @@ import functools
 import itertools
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+
+from examples.memory import resident_bytes, watched
 
 from ..training import MIB, Training, begin, mean_square_step, pagers, unequal, weights_of_1_mib
 
@@ -55,30 +56,15 @@ def training_in(folder: Path, how: str) -> Training:
 
 def anonymous() -> int:
     """Bytes of the resident set that no file stands behind."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("this system does not tell")
+    return resident_bytes()["RssAnon"]
 
 
 @contextmanager
 def growing_by_one_tensor() -> Iterator[None]:
     """Main memory that is not a file's grows by one tensor at most within the block, at any time."""
-    before, most, done = anonymous(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not done.wait(0.0005):
-            most = max(most, anonymous())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
+    with watched(anonymous, every_seconds=0.0005) as held:
         yield
-    finally:
-        done.set()
-        thread.join()
-    assert most - before <= WEIGHT + NOISE
+    assert held.highest - held.before <= WEIGHT + NOISE
 
 
 def by_torch_save(training: Training, folder: Path) -> None:
