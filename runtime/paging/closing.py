@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from planner.errors import ChecksumError
+from planner.errors import StorageError
 from runtime.paging.around import in_reach_and_away
 from runtime.paging.block import DROPPED, OFFLOADED, ON_DEVICE, Block
 from runtime.paging.room import PrefetchQueue, by_next_use
@@ -30,11 +30,11 @@ class Closing:
     def bring_back(self, *, within_budget: bool = False) -> None:
         """Bring blocks to the device, those that are used soonest first; if `within_budget`, as long as the budget holds them.
 
-        Dropped ones stay dropped. Waits until all copies have ended. Raises ChecksumError if some came back different, when all
-        others are back; StorageError if a copy failed.
+        Dropped ones stay dropped. Waits until all copies have ended. Raises ChecksumError if some came back different, and
+        StorageError if a copy failed: the first of them, when all others are back.
         """
         with self._signal.lock:
-            damage: list[ChecksumError] = []
+            damage: list[StorageError] = []
             self._prefetches.take()
             for block in list(self._account.queued_offloads):
                 self._transitions.keep(block)
@@ -55,9 +55,10 @@ class Closing:
 
     def leave_behind(self) -> int:
         """Leave the blocks that are away to their storages: a slot is freed when its storage dies, or when another run has moved
-        the content. Return their bytes. Nothing moves any more."""
+        the content. Return their bytes. Waits for what still moves, if `bring_back` has failed; its errors have been told."""
         with self._signal.lock:
-            self._transitions.sweep()
+            with suppress(StorageError):  # a drive that does not answer keeps what it moves
+                self._wait_until_still([])
             away = [block for block in self._table if block.state is OFFLOADED]
             for block in away:
                 self._mover.leave_behind(block)
@@ -69,8 +70,8 @@ class Closing:
         with self._signal.lock:
             return sum(block.size_bytes for block in self._table if block.state is OFFLOADED)
 
-    def _fetch(self, within_budget: bool, damage: list[ChecksumError]) -> None:
-        """Ask once for each block that may come in, and wait until all have. damage: gets what says that one is damaged."""
+    def _fetch(self, within_budget: bool, damage: list[StorageError]) -> None:
+        """Ask once for each block that may come in, and wait until all have. damage: gets what stopped some."""
         self._signal.out_of_memory = None
         for block in by_next_use((b for b in self._table if b.state is OFFLOADED), self._account.clock):
             fits = not within_budget or block.size_bytes <= self._account.free_bytes
@@ -78,7 +79,7 @@ class Closing:
                 self._transitions.begin_prefetch(block)
         self._wait_until_still(damage)
 
-    def _wait_until_still(self, damage: list[ChecksumError]) -> None:
+    def _wait_until_still(self, damage: list[StorageError]) -> None:
         while True:
             self._transitions.sweep()
             with _kept(damage):
@@ -90,9 +91,9 @@ class Closing:
 
 
 @contextmanager
-def _kept(damage: list[ChecksumError]) -> Iterator[None]:
-    """Keep what says that a block came back different, to raise it when all others are back."""
+def _kept(damage: list[StorageError]) -> Iterator[None]:
+    """Keep what says that a block did not come back, or came back different, to raise it when all others are back."""
     try:
         yield
-    except ChecksumError as error:
+    except StorageError as error:
         damage.append(error)

@@ -366,3 +366,17 @@ def test_whoever_waits_hears_of_a_dead_drive() -> None:
     assert block.pins == 0
     with pytest.raises(StorageIOError, match="block 'a'"):
         bench.pager.closing.bring_back()
+
+
+def test_what_a_copy_fails_to_bring_back_stops_no_other() -> None:
+    """What is still on its way when the end goes on would be lost with its slot."""
+    bench = Bench(8 * UNIT)
+    first, second = (evicted(bench, bench.make(name, 2, fill=fill)) for name, fill in (("first", 3), ("second", 5)))
+    first.next_use, second.next_use = 1, 2
+    bench.mover.fail_copies = [io_error("first")]
+    with pytest.raises(StorageIOError, match="block 'first'"):
+        bench.pager.closing.bring_back()
+    assert (first.state, second.state, bench.mover.flying) == (State.OFFLOADED, State.ON_DEVICE, [])
+    assert bench.value("second") == 5
+    bench.pager.prefetch(first)
+    assert bench.pager.closing.leave_behind() == 0 and first.state is State.ON_DEVICE
