@@ -53,7 +53,7 @@ class OperatorRunner:
         """
         pager = self._pager
         with uninterrupted(), pager.device.region():
-            pager.enter_region()
+            pager.enter_region(self._blocks([*reads, *writes]))
             try:
                 read, written = self._blocks(reads), self._blocks(writes)
                 pager.acquire(read, new_bytes, name)

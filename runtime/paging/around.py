@@ -195,18 +195,20 @@ class Stages:
 
     # -- around compiled regions, see [Note: User code]
 
-    def enter_region(self) -> None:
+    def enter_region(self, blocks: Sequence[Block] | None = None) -> None:
         """A compiled region begins. Waits only where user code has written to blocks in its files: until they have slots of their
         own. Raises StorageError if a copy has failed meanwhile, StorageIOError if such a file has changed.
+
+        blocks: all that it will use, so that only these are looked at; None for every block.
         """
         with self._lock:
             account = self.account
             self._signal.raise_failure()
             self._tiers.check_files()
             self._transitions.sweep()
-            self._transitions.forget_replaced()
+            self._transitions.forget_replaced(blocks)
             account.external_bytes = self.device.external_bytes(account.used_bytes + account.fixed_bytes)
-            self._mover.invalidate(in_reach_and_away(self.table))
+            self._mover.invalidate(in_reach_and_away(self.table if blocks is None else blocks))
             self._prefetches.in_user_code = False
 
     def leave_region(self) -> None:

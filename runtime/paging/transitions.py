@@ -43,7 +43,7 @@ once, and for a prefetch that nothing else can make room for; otherwise it waits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -409,7 +409,7 @@ class BlockTransitions:
         for block in self._table.dead():
             self.forget(block)
 
-    def forget_replaced(self) -> None:
-        """Forget the blocks to whose storage user code gave other memory: what is known of them is void."""
-        for block in self._table.replaced():
+    def forget_replaced(self, blocks: Iterable[Block] | None = None) -> None:
+        """Forget those of `blocks`, by default all, to whose storage user code gave other memory: what is known of them is void."""
+        for block in self._table.replaced(blocks):
             self.forget(block)

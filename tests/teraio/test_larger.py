@@ -111,6 +111,22 @@ def test_a_model_is_copied_averaged_and_looked_at_within_the_budget(tmp_path: Pa
     assert torch.equal(norm, nn.utils.get_total_norm(wanted))
 
 
+def test_what_numpy_writes_between_two_operators_is_seen(tmp_path: Path) -> None:
+    """Also where a weight is away: in its checkpoint, or in a spill file."""
+    wanted, folder = saved(tmp_path)
+    with teraio.under_budget(**options(tmp_path)) as tiers:
+        models = [Stack(), on_meta()]
+        tiers.load(models[1], folder)
+        for model in models:
+            weights = [layer.weight for layer in model.layers]  # type: ignore[union-attr,attr-defined]
+            for weight in weights:
+                weight.detach().numpy()[3] = 7
+            assert all((weight[3] == 7).all() for weight in weights)
+            assert any((weight[4] != 7).all() for weight in weights)
+    check_budget()
+    assert torch.equal(models[1].layers[2].weight[4:], wanted.layers[2].weight[4:])  # type: ignore[union-attr,index]
+
+
 def moved() -> int:
     return sum(teraio.status()[0].moved_bytes.values())
 
@@ -305,6 +321,19 @@ def test_an_optimizer_is_saved_and_loaded_within_the_budget(inside: bool, tmp_pa
     assert held.highest - held.before < 16 * MIB, "a tensor of 4 MiB at a time, and what is no tensor"
     found = optimizer.state_dict()["state"]
     assert all(torch.equal(value, found[number][name]) for number in found for name, value in wanted["state"][number].items())
+    check_budget()
+
+
+def test_a_full_drive_stops_a_saver_and_nothing_else(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with teraio.under_budget(**options(tmp_path)):
+        model = Stack()
+    teraio.compile(model, **options(tmp_path))
+    losses = train(model, 2)
+    with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="No space left"):
+        torch.save(model.state_dict(), full)
+    twin = plain(Stack)
+    assert losses + train(model, 2) == train(twin, 2) + train(twin, 2) and same(model, twin)
     check_budget()
 
 

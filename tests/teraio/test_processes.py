@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import safetensors.torch
+import torch
 
 import teraio
 
@@ -50,6 +53,40 @@ print("blocked", flush=True)
 library.pthread_mutex_lock(mutex)  # waits for ever in C, as in a collective whose other ranks are gone, and keeps the interpreter
 """
 )
+FITS_NOWHERE = """
+import os, sys, torch, teraio
+begin, end, stuck = (int(each) for each in sys.argv[2:])
+options = dict(memory_budget="24MiB", storage=sys.argv[1], codegen="eager", plan_cache="read-write")
+os.chdir(sys.argv[1])
+
+class Drive:
+    def __init__(self, file, holds_bytes):
+        self.file, self.holds_bytes, self.flush = file, holds_bytes, file.flush
+
+    def write(self, content):
+        if self.file.tell() > self.holds_bytes:
+            print("half", flush=True)
+            sys.stdin.read()
+        return self.file.write(content)
+
+with teraio.under_budget(**options) as tiers:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(8)])
+    tiers.load(model, "model.safetensors")
+    if begin:
+        model.load_state_dict(torch.load("last.pt", mmap=True))
+teraio.compile(model, **options)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(begin, end):
+    model(torch.randn(16, 1024, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(number, teraio.status()[0].phase, teraio.status()[0].device_peak_bytes <= 24 << 20, flush=True)
+    teraio.wait_for_plan()
+    with open("next.pt", "wb") as file:
+        torch.save(model.state_dict(), Drive(file, 16 << 20 if number == stuck else 1 << 40))
+    os.replace("next.pt", "last.pt")
+"""
 UNTIL_PLANNING = (
     TRAIN
     + """
@@ -74,8 +111,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(code: str, *arguments: str, limits: str = ":") -> subprocess.Popen[str]:
         code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + code  # ignored in jobs of a shell
         command = ["sh", "-c", f'{limits}; exec "$@"', "sh", sys.executable, "-c", code, str(tmp_path), *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         running.append(process)
         return process
 
@@ -118,6 +156,27 @@ def test_a_training_that_is_killed_leaves_no_file(start: Start, tmp_path: Path) 
     process.kill()
     assert process.wait() == -signal.SIGKILL
     assert not list(tmp_path.iterdir())
+
+
+def test_a_kill_amid_a_save_of_a_model_that_fits_nowhere_leaves_the_last_checkpoint(start: Start, tmp_path: Path) -> None:
+    """And the next process goes on from there, by the same plan from its first step on."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(8)])
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    process = start(FITS_NOWHERE, "0", "9", "6")
+    assert process.stdout is not None
+    lines = list(itertools.takewhile(lambda line: line != "half\n", process.stdout))
+    process.kill()
+    assert lines[-1] == "6 planned True\n" and (tmp_path / "next.pt").exists()
+    output, errors = start(FITS_NOWHERE, "6", "8", "-1").communicate()
+    assert output == "6 planned True\n7 planned True\n", errors
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(8):
+        model(torch.randn(16, 1024, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = torch.load(tmp_path / "last.pt")
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
 
 
 def test_sigterm_leaves_no_file_and_does_not_wait_for_c_code(start: Start, tmp_path: Path) -> None:

@@ -368,6 +368,18 @@ def test_whoever_waits_hears_of_a_dead_drive() -> None:
         bench.pager.closing.bring_back()
 
 
+def test_an_operator_looks_at_its_own_blocks_alone() -> None:
+    """Else each of those that go over all parameters would look at all of them."""
+    bench = Bench(8 * UNIT)
+    first, second = (evicted(bench, bench.make(name, 2, visible=True)) for name in ("first", "second"))
+    bench.pager.leave_region()
+    bench.mover.log.clear()
+    bench.pager.enter_region([first])
+    assert bench.mover.log == ["invalidate first"]
+    bench.pager.enter_region()
+    assert bench.mover.log[1:] == ["invalidate first", "invalidate second"] and second.state is State.OFFLOADED
+
+
 def test_what_a_copy_fails_to_bring_back_stops_no_other() -> None:
     """What is still on its way when the end goes on would be lost with its slot."""
     bench = Bench(8 * UNIT)
