@@ -128,7 +128,7 @@ class _Model:
                 os.posix_fadvise(int(each.name), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def waking(self, rounds: int) -> Iterator[float]:
-        """Yield for each round by how much longer the step after parking waits for copies than others, over the time of its copies.
+        """Yield for each round how much longer the step after parking waits for copies than others, over the time of its copies.
 
         That time is what left the device, at the rate at which the other steps read.
         """

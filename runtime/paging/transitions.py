@@ -410,6 +410,6 @@ class BlockTransitions:
             self.forget(block)
 
     def forget_replaced(self, blocks: Iterable[Block] | None = None) -> None:
-        """Forget those of `blocks`, by default all, to whose storage user code gave other memory: what is known of them is void."""
+        """Forget those of `blocks`, by default all, to whose storage user code gave other memory: nothing is known of it."""
         for block in self._table.replaced(blocks):
             self.forget(block)
