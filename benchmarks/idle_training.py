@@ -122,7 +122,6 @@ class IdleTraining:
             regions=(("forward", 0), ("backward", LAYERS + 1)),
             counts=(LAYERS + 1, LAYERS + 1),
             made_ids=(tuple(number for made in saved for number in made), (-1,) * STAGES),
-            sizes=tuple(life.size_bytes for life in self._lives),
             leave_after=tuple(map(tuple, leave)),
             fetch_at=tuple(map(tuple, fetch)),
             kept=(frozenset(), frozenset()),

@@ -9,6 +9,7 @@ profile   managed     on demand     planned   when an iteration has run as in an
 planning  managed     on demand     planned   at the end of the iteration in which the plan is ready
                                     demand    when no plan can be made
 planned   managed     by the plan   planned   when a better plan takes over, see [Note: Planning again]
+                                    planning  when inputs were larger than planned; the plan is followed meanwhile
                                     profile   when several iterations in a row ran other graphs than planned
 demand    managed     on demand     none
 fits      unmanaged   never         profile   when a graph is compiled or runs with larger sizes than ever, or when an
@@ -26,7 +27,7 @@ import logging
 import statistics
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -61,6 +62,8 @@ logger = logging.getLogger("teraio")
 _RECENT = 8  # iterations whose median time is reported
 # So many times the iterations that the options ask for are profiled at most, if stages take very different times in them.
 _LONGEST = 2
+_OF_VARYING_SIZES = 3  # so many times the iterations are profiled where inputs vary in size, to see a large one
+_CLEARLY_LARGER = 1.05  # so many times the bytes of the blocks that a plan is for are worth another plan
 _OUTSIDE_SECONDS = 0.1  # seconds of an iteration outside of compiled graphs that are worth a warning
 
 
@@ -151,12 +154,6 @@ class Phase:
         """Stop what the phase has started. Waits until it has stopped."""
 
 
-_OTHER_SIZES = (
-    "the graphs had inputs of other sizes in each, and a plan is for one size: blocks move on demand. For a plan, pad batches to "
-    "one length, or group those of equal length"
-)
-
-
 class ProfilePhase(Phase):
     """Records iterations until enough equal ones have ended, and makes a trace of them."""
 
@@ -167,13 +164,23 @@ class ProfilePhase(Phase):
         self._recorded: list[Iteration] = []
         self._repetition = Repetition(run.border)
         self._problem: str | None = None
-        self._sizes_differed = False
+
+    @property
+    def _sizes_vary(self) -> bool:
+        """Whether the inputs had other sizes in some of the iterations: the graphs are the same ones."""
+        return len({each.signature for each in self._recorded}) > 1
+
+    @property
+    def _wanted(self) -> int:
+        """How many iterations are profiled. The one before the first of them tells which blocks outlive it."""
+        return self._run.options.profile_iterations * (_OF_VARYING_SIZES if self._sizes_vary else 1)
 
     @property
     def waiting_for(self) -> str:
-        wanted = self._run.options.profile_iterations + 1
-        so_far = f"{wanted} iterations in a row that run the same graphs ({len(self._recorded)} so far)"
-        if len(self._recorded) >= wanted:
+        so_far = f"{self._wanted + 1} iterations in a row that run the same graphs ({len(self._recorded)} so far)"
+        if self._sizes_vary:
+            return f"{so_far}, with inputs of other sizes: the plan will be for the largest"
+        if len(self._recorded) > self._wanted:
             return f"{so_far}, since stages took very different times in them"
         return so_far if self._problem is None else f"{so_far}; the last ones did not count, since {self._problem}"
 
@@ -187,37 +194,31 @@ class ProfilePhase(Phase):
     def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
         kept = self._run.warm.plan_for(iteration) if self._run.warm is not None else None
         if kept is not None:
-            self._note(kept[0])
-            self._note_floor(kept[0].trace)
+            _note(self._run, kept[0])
+            _note_floor(self._run, kept[0].trace)
             return PlannedPhase(self._run, *kept, kept=True)
         self._problem = self._problem_of(iteration, compiled)
-        same = not self._recorded or self._recorded[-1].signature == iteration.signature
+        same = not self._recorded or self._recorded[-1].structure == iteration.structure
         repeats = self._problem is not None or same
         self._problem = self._repetition.look(iteration, compiled=compiled, repeats=repeats) or self._problem
         if self._problem is not None:
             self._recorded.clear()
             return self
-        if self._recorded and self._recorded[-1].signature != iteration.signature:
-            if iteration.differs_in_sizes_only(self._recorded[-1]):
-                self._problem = _OTHER_SIZES
-                if not self._sizes_differed:
-                    logger.info("no plan yet: %s", _OTHER_SIZES)
-                self._sizes_differed = True
-            else:
-                self._problem = f"other graphs ran in them, and they did not repeat after up to {LONGEST_PERIOD} iterations"
+        if not same:
+            self._problem = f"other graphs ran in them, and they did not repeat after up to {LONGEST_PERIOD} iterations"
             self._recorded.clear()  # a trace is of one iteration: those that it is made of must have run the same graphs
         self._recorded.append(iteration)
-        # The iteration before the last tells which blocks outlive it, so one more is recorded than the options ask for.
-        measured, wanted = self._recorded[1:], self._run.options.profile_iterations
-        if len(measured) < wanted:
+        measured, evictions = self._recorded[1:], self._run.pager.account.evictions
+        if len(measured) < self._wanted:
             return self
-        if self._run.pager.account.evictions and not times_agree(measured):  # where everything fits, times do not matter
-            if len(measured) < _LONGEST * wanted:
+        # Where everything fits, times do not matter, and those of other sizes do not compare.
+        if evictions and not self._sizes_vary and not times_agree(measured):
+            if len(measured) < _LONGEST * self._wanted:
                 return self
             logger.info("stages took very different times in %d profiled iterations: the first plan may be poor", len(measured))
         recorded, self._recorded = self._recorded, []
         try:
-            profile = self._profile_of(recorded)
+            profile = _profile_of(self._run, recorded)
         except ValidationError as error:
             return _without_plan(self._run, f"what was recorded contradicts itself, please report this: {error}")
         return self._decide(profile)
@@ -236,40 +237,45 @@ class ProfilePhase(Phase):
             return "the stages of the last one were not timed"
         return "graphs are still being compiled, or updates are about to move into the backward pass" if compiled else None
 
-    def _profile_of(self, recorded: list[Iteration]) -> Profile:
-        run = self._run
-        profile = build_profile(
-            recorded[1:],
-            name=Path(sys.argv[0]).stem or "training",
-            created_by=f"teraio, torch {torch.__version__}",
-            hardware=run.machine.hardware(),
-            fixed_bytes=run.pager.account.unmoved_bytes,
-            survivors=recorded[-2].survivors,
-            no_reruns=why_no_reruns(run.options),
-        )
-        trace = profile.trace.model_copy(update={"subgroup_bytes": run.subgroups.used_bytes})
-        return dataclasses.replace(profile, trace=trace)
-
-    def _note(self, profile: Profile) -> None:
-        """Note what is known from now on, and write the trace if the user wants it."""
-        self._run.findings.profile = profile
-        self._run.findings.trace_path = save(profile.trace, self._run.options.trace_out)
-
-    def _note_floor(self, trace: planner.Trace) -> None:
-        smallest, stage = planner.floor(trace)
-        self._run.findings.floor = (smallest, trace.stages[stage].name)
-
     def _decide(self, profile: Profile) -> Phase:
         run = self._run
-        self._note(profile)
+        _note(run, profile)
         if run.pager.account.evictions == 0:  # nothing had to leave, so unmanaged stages fit as well, and cost nothing
             return FitsPhase(run)
-        self._note_floor(profile.trace)
+        _note_floor(run, profile.trace)
         _tell_of_time_outside(profile.trace)
         if run.given is None:
             return PlanningPhase(run, profile)
         plan = fit_given_plan(run.given, profile.trace, run.background.budgets(profile), run.options.plan)
         return PlannedPhase(run, profile, plan)
+
+
+def _profile_of(run: RunContext, recorded: Sequence[Iteration]) -> Profile:
+    """Return the profile of the iterations with the largest inputs, of a row that ran the same graphs. Not of the first one."""
+    largest = max(recorded[1:], key=lambda each: each.made_bytes).signature
+    profiled = [number for number, each in enumerate(recorded) if number and each.signature == largest]
+    profile = build_profile(
+        [recorded[number] for number in profiled],
+        name=Path(sys.argv[0]).stem or "training",
+        created_by=f"teraio, torch {torch.__version__}",
+        hardware=run.machine.hardware(),
+        fixed_bytes=run.pager.account.unmoved_bytes,
+        survivors=recorded[profiled[-1] - 1].survivors,
+        no_reruns=why_no_reruns(run.options),
+    )
+    trace = profile.trace.model_copy(update={"subgroup_bytes": run.subgroups.used_bytes})
+    return dataclasses.replace(profile, trace=trace)
+
+
+def _note(run: RunContext, profile: Profile) -> None:
+    """Note what is known from now on, and write the trace if the user wants it."""
+    run.findings.profile = profile
+    run.findings.trace_path = save(profile.trace, run.options.trace_out)
+
+
+def _note_floor(run: RunContext, trace: planner.Trace) -> None:
+    smallest, stage = planner.floor(trace)
+    run.findings.floor = (smallest, trace.stages[stage].name)
 
 
 def why_no_reruns(options: Options) -> str:
@@ -294,25 +300,34 @@ def _tell_of_time_outside(trace: planner.Trace) -> None:
 
 
 class PlanningPhase(Phase):
-    """Waits for the first plan while blocks move on demand."""
+    """Waits for a plan while blocks move on demand, or by a plan for smaller inputs."""
 
     name = "planning"
     waiting_for = "the plan, which is being made in the background"
 
-    def __init__(self, run: RunContext, profile: Profile) -> None:
+    def __init__(self, run: RunContext, profile: Profile, smaller: PlannedPhase | None = None) -> None:
+        """smaller: the phase that goes on until the plan is there, and after that if none can be made."""
         super().__init__(run)
         self._profile = profile
+        self._smaller = smaller
+        self.follower = None if smaller is None else smaller.follower
         run.background.start(profile.trace, run.background.budgets(profile))
 
     def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
         try:
             made = self._run.background.take()
         except TeraioError as error:
-            return _without_plan(self._run, str(error))
-        return self if made is None else PlannedPhase(self._run, self._profile, made.plan)
+            return _without_plan(self._run, str(error)) if self._smaller is None else self._smaller
+        if made is None:
+            return self
+        if self._smaller is not None:
+            self._smaller.end()
+        return PlannedPhase(self._run, self._profile, made.plan)
 
     def end(self) -> None:
         self._run.background.cancel()
+        if self._smaller is not None:
+            self._smaller.end()
 
 
 class DemandPhase(Phase):
@@ -335,7 +350,7 @@ def _without_plan(run: RunContext, problem: str) -> DemandPhase:
 
 
 class PlannedPhase(Phase):
-    """Follows a plan, and the plans that replace it, until iterations run other graphs."""
+    """Follows a plan, and the plans that replace it, until iterations run other graphs, or the same with larger inputs."""
 
     name = "planned"
 
@@ -348,7 +363,9 @@ class PlannedPhase(Phase):
         self.follower: PlanFollower = PlanFollower(
             run.options, run.machine, run.observer, run.background, profile, plan, keep=self._keep
         )
-        self._planned = profile.iteration.signature
+        self._planned = profile.iteration.structure
+        self._largest_bytes = profile.iteration.made_bytes
+        self._before: Iteration | None = None
         self._unplanned = 0
         self._collector = QuietCollector()
         self._collector.begin()  # what is there now was made for the iterations to come
@@ -362,17 +379,38 @@ class PlannedPhase(Phase):
         )
 
     def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
-        as_planned = iteration.signature == self._planned and not iteration.truncated
+        as_planned = iteration.structure == self._planned and not iteration.truncated
+        before, self._before = self._before, iteration if as_planned else None
         if self.follower.iteration_ended(iteration, as_planned=as_planned and not compiled):
             self._run.findings.replans += 1
             self._recent_seconds.clear()
         # Where an optimizer steps alone, more passes are to come: that does not end a plan.
         self._unplanned = 0 if as_planned else self._unplanned + (not iteration.is_update_alone)
+        if as_planned and before is not None and not compiled and self._is_larger(iteration):
+            return self._plan_for([before, iteration])
         if self._unplanned <= self._run.options.profile_iterations:
             return self
         logger.info("the last %d iterations were not those that were planned: profiling again", self._unplanned)
         self.end()
         return ProfilePhase(self._run)
+
+    def _is_larger(self, iteration: Iteration) -> bool:
+        """Whether an iteration's inputs were clearly larger than those that the plan is for, so that blocks left on demand."""
+        larger = iteration.made_bytes > self._largest_bytes * _CLEARLY_LARGER
+        return larger and iteration.timed and iteration.complete and self._run.options.plan is None
+
+    def _plan_for(self, recorded: Sequence[Iteration]) -> Phase:
+        """Begin to plan for the last of these iterations, and follow the plan for smaller inputs meanwhile."""
+        self._largest_bytes = recorded[-1].made_bytes
+        try:
+            profile = _profile_of(self._run, recorded)
+        except ValidationError as error:
+            logger.warning("an iteration with larger inputs contradicts itself, please report this: %s", error)
+            return self
+        logger.info("inputs were larger than those that the plan is for: planning for %s", f"{self._largest_bytes:,} bytes")
+        _note(self._run, profile)
+        _note_floor(self._run, profile.trace)
+        return PlanningPhase(self._run, profile, self)
 
     def _keep(self, trace: planner.Trace, plan: planner.Plan) -> None:
         if self._run.warm is not None:

@@ -154,7 +154,8 @@ class PlanFollower:
     def iteration_ended(self, iteration: Iteration, *, as_planned: bool) -> bool:
         """Take in an iteration that has ended. Return whether another plan has taken over.
 
-        as_planned: the iteration ran the graphs that the plan is for, and nothing was compiled in it.
+        as_planned: the iteration ran the graphs that the plan is for, and nothing was compiled in it. If inputs had other sizes,
+        what it took says nothing of the plan.
         """
         observation = self._observe(iteration)
         self._since += 1
@@ -177,7 +178,8 @@ class PlanFollower:
         elif iteration.woken:  # it began without what the plan has on the device, and ended as the plan says
             self._unsettled = max(self._unsettled, iteration.number)
             self._reserve.begin()  # the allocator has given all its memory back, and has to find its places anew
-        if iteration.number <= self._unsettled:  # blocks were not where the plan has them, so its times say nothing yet
+        other_sizes = iteration.signature != self._now.profile.iteration.signature
+        if iteration.number <= self._unsettled or other_sizes:  # blocks were not where the plan has them, or were others
             return False
         self._seconds.append(iteration.seconds)
         if self._weigh_reserve(iteration.seconds):

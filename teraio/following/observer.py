@@ -7,7 +7,8 @@ hears when each block is used next. Whom it evicts without a plan depends on tha
 An iteration is a sequence of regions (compiled graphs and optimizer steps) with user code before each. A position is the number
 of a stage, counted from the start of the iteration. The user code before a region counts as one stage of phase "user".
 A region that the plan does not expect (an evaluation pass, a recompiled graph) runs without the plan. At the next region that
-the plan expects, the plan applies again: the run is in step with the plan.
+the plan expects, the plan applies again: the run is in step with the plan. A graph is expected with inputs of any size: its
+stages, and the blocks that they make, are the same ones, and all that a plan says of them are hints.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from runtime.device import Mark
-from runtime.execution import StageRerun, StageRun
+from runtime.execution import StageRerun, StageRun, graph_of
 from runtime.paging import Block, Pager
 from teraio.following.schedule import StageSchedule
 from teraio.profiling import Iteration, IterationRecorder, LateBlocks
@@ -87,9 +88,9 @@ class PlanCursor:
         """Return the trace ids of new blocks, by their ordinals in the region. first: ordinal of the first of them."""
         known: dict[Block, int] = {}
         if self.in_step and self.schedule is not None:
-            sizes, ids = self.schedule.sizes, self.schedule.made_ids[self._next_region - 1][first : first + len(made)]
+            ids = self.schedule.made_ids[self._next_region - 1][first : first + len(made)]
             for block, trace_id in zip(made, ids, strict=False):
-                if trace_id >= 0 and sizes[trace_id] == block.size_bytes:
+                if trace_id >= 0:
                     known[block] = trace_id
                     self._by_id[trace_id] = block
         return known
@@ -103,10 +104,10 @@ class PlanCursor:
         self._stage_count = stage_count
         if self.schedule is None:
             return
-        regions, count = self.schedule.regions, len(self.schedule.regions)
+        regions, count, graph = self.schedule.regions, len(self.schedule.regions), graph_of(identity)
         for index in (*range(self._next_region, count), *range(min(self._next_region, count))):
             # An optimizer that was given more parameters keeps its identity, but has more stages.
-            if regions[index][0] == identity and self.schedule.counts[index] == stage_count + 1:
+            if regions[index][0] == graph and self.schedule.counts[index] == stage_count + 1:
                 self.in_step = True
                 self.deviations += index != self._next_region
                 self._next_region = index + 1

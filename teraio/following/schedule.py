@@ -8,6 +8,7 @@ from itertools import groupby
 
 import planner
 from planner.schema import WaitingTier
+from runtime.execution import graph_of
 from teraio.profiling import Iteration, Profile
 
 
@@ -74,9 +75,8 @@ class StageSchedule:
     """What to offload and to prefetch at each position, see [Note: Positions], and the regions that the plan expects.
 
     Positions are the plan's: its re-runs count as stages.
-    regions: identity of each region and position of its user stage, in order. counts: its number of stages, without re-runs.
-    made_ids: for each region the trace ids of the blocks that it makes, in order; -1 for a block that the trace lacks.
-    sizes: bytes of each block, by trace id.
+    regions: graph or optimizer of each region and position of its user stage, in order. counts: its number of stages, without
+    re-runs. made_ids: for each region the trace ids of the blocks that it makes, in order; -1 for a block that the trace lacks.
     leave_after: for each position the blocks (trace ids) to offload after that stage, and the tier for each.
     fetch_at: for each position the blocks (trace ids) to prefetch. Those of the next iteration are counted from 0 again.
     on_host: positions of the stages whose updates run on the host, in the order of these updates.
@@ -87,7 +87,6 @@ class StageSchedule:
     regions: tuple[tuple[Hashable, int], ...]
     counts: tuple[int, ...]
     made_ids: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...]
     leave_after: tuple[tuple[tuple[int, WaitingTier], ...], ...]
     fetch_at: tuple[tuple[int, ...], ...]
     on_host: tuple[int, ...] = ()
@@ -109,10 +108,9 @@ class StageSchedule:
         # The trace has one subgroup for each stage that updates parameters, in this order.
         updates = [position for position, stage in enumerate(recorded.stages) if stage.elements]
         return cls(
-            regions=tuple((r.identity, reruns.numbers[r.first]) for r in recorded.regions),
+            regions=tuple((graph_of(r.identity), reruns.numbers[r.first]) for r in recorded.regions),
             counts=tuple(len(r.stages) for r in recorded.regions),
             made_ids=tuple(tuple(ids.get(b, -1) for b in r.made) for r in recorded.regions),
-            sizes=tuple(block.size_bytes for block in profile.trace.blocks),
             leave_after=tuple(map(tuple, leave)),
             fetch_at=tuple(map(tuple, fetch)),
             on_host=tuple(reruns.numbers[updates[update.subgroup]] for update in plan.updates if update.where == "host"),

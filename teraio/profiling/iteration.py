@@ -140,10 +140,15 @@ class Iteration:
         left_out = (("left out", place) for place in self.left_out)
         return *((r.identity, len(r.stages)) for r in self.regions), *left_out
 
-    def differs_in_sizes_only(self, other: Iteration) -> bool:
-        """Whether both ran the same graphs with other sizes of their inputs."""
-        runs = [[(graph_of(r.identity), len(r.stages)) for r in each.regions] for each in (self, other)]
-        return runs[0] == runs[1] and self.left_out == other.left_out and self.signature != other.signature
+    @property
+    def structure(self) -> tuple[tuple[Hashable, int], ...]:
+        """A value that is equal for iterations that ran the same graphs in the same order, whatever the sizes of their inputs."""
+        return tuple((graph_of(identity), count) for identity, count in self.signature)
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes of all blocks that its regions made: more for larger inputs."""
+        return sum(block.size_bytes for region in self.regions for block in region.made)
 
     @property
     def complete(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -322,13 +321,6 @@ def test_more_and_fewer_accumulation_steps() -> None:
     assert training.asked()[1].count("out weight") >= 2
     training.iteration(twice)
     assert training.asked()[1] == expected[1]
-
-
-def test_a_block_of_another_size_is_not_taken_for_the_planned_one() -> None:
-    training, recorded = recorded_twice()
-    training.follow(replace(lay_out(recorded), sizes=(64, 65, 64)), {WEIGHT: training.weight})
-    training.iteration()
-    assert "out activation0" not in training.asked()[1]
 
 
 def test_moves_that_run_over_the_end_are_laid_out_from_the_beginning() -> None:

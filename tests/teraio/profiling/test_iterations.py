@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -260,8 +262,50 @@ def test_a_batch_that_is_larger_than_all_that_fitted_keeps_the_budget(tmp_path: 
     assert torch.isfinite(loss) and teraio.status() == ()
 
 
-def test_batches_of_other_sizes_run_on_demand_with_the_next_uses_of_the_one_before(tmp_path: Path) -> None:
-    training = begin_small({"storage": tmp_path, "profile_iterations": 1}, dynamic=True)
+def test_one_plan_is_followed_for_inputs_of_all_sizes_until_larger_ones_come(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is that of the largest, wherever these came. It is followed while one for larger ones is made."""
+    sizes = (*(1024, 64, 512, 960, 704, 832, 640, 768, 896), *(320, 1000, 64) * 2, 1400, 1024, 1400, 512)
+    options = {"storage": tmp_path, "profile_iterations": 1, "memory_budget": BUDGET_BYTES}
+    with caplog.at_level(logging.INFO, "teraio"):
+        training = begin_small(options, dynamic=True)
+        training.run(map(rows_of, sizes), functools.partial(mean_square_step, training), planned=True)
+    statuses = [status for (status,) in training.progress]
+    found = training.finish()
+    assert all(status.device_peak_bytes <= BUDGET_BYTES and status.deviations == 0 for status in statuses)
+    phases = [status.phase for status in statuses]
+    assert phases[4:6] == ["planning", "planned"] and set(phases[5:15]) == {"planned"}
+    assert phases[15:17] == ["planning", "planned"] and set(phases[17:]) == {"planned"}
+    assert "inputs were larger than those that the plan is for" in caplog.text and statuses[-1].replans == 0
+    unlimited = begin_small({"memory_budget": None}, dynamic=True)
+    unlimited.run(map(rows_of, sizes), functools.partial(mean_square_step, unlimited))
+    assert all(torch.equal(found[name], value) for name, value in unlimited.finish().items())
+
+
+def test_microbatches_of_other_sizes_follow_one_plan(tmp_path: Path) -> None:
+    def train(options: dict[str, Any]) -> Training:
+        training = begin_small(options, dynamic=True)
+
+        def step(sizes: tuple[int, ...], index: int) -> None:
+            for rows in sizes:
+                training.model(rows_of(rows)).square().mean().backward()  # type: ignore[union-attr]
+            training.optimizers[0].step()
+            training.optimizers[0].zero_grad()
+
+        sizes = random.Random(0)
+        training.run([tuple(sizes.choices(range(2, 1000), k=3)) for _ in range(16)], step, planned=True)  # type: ignore[arg-type,misc]
+        return training
+
+    training = train({"storage": tmp_path, "profile_iterations": 1, "memory_budget": BUDGET_BYTES})
+    (status,) = training.progress[-1]
+    assert status.phase == "planned" and status.deviations == 0 and status.device_peak_bytes <= BUDGET_BYTES
+    found, expected = training.finish(), train({"memory_budget": None}).finish()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_batches_of_other_sizes_are_profiled_with_the_next_uses_of_the_one_before(tmp_path: Path) -> None:
+    training = begin_small({"storage": tmp_path, "profile_iterations": 2}, dynamic=True)
     known = []
     for rows in (1024, 896, 768, 640, 960):
         loss = training.model(rows_of(rows)).square().mean()
@@ -271,7 +315,7 @@ def test_batches_of_other_sizes_run_on_demand_with_the_next_uses_of_the_one_befo
         training.optimizers[0].zero_grad()
     assert not any(known[0]) and len(known[0]) > 8 and all(map(all, (each[1:] for each in known[1:]))), "all but the input"
     (status,) = teraio.status()
-    assert status.phase == "profile" and "inputs of other sizes" in status.waiting_for
+    assert status.phase == "profile" and "7 iterations in a row that run the same graphs (4 so far)" in status.waiting_for
     assert status.moved_bytes["device->storage"] and status.device_peak_bytes <= BUDGET_BYTES
 
 
