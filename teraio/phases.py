@@ -364,7 +364,7 @@ class PlannedPhase(Phase):
             run.options, run.machine, run.observer, run.background, profile, plan, keep=self._keep
         )
         self._planned = profile.iteration.structure
-        self._largest_bytes = profile.iteration.made_bytes
+        self._largest_bytes = profile.made_bytes
         self._before: Iteration | None = None
         self._unplanned = 0
         self._collector = QuietCollector()

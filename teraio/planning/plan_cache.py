@@ -183,20 +183,24 @@ def planner_digest(folder: Path = Path(planner.__file__).parent) -> str:
 
 
 def _digest(program: Program) -> str:
-    """Return a hash of the stages of a graph, its blocks and their sizes. The same in every process."""
-    stages = [_values(stage, without=("run", "never_again")) for stage in program.stages]
-    return _hash(repr((_values(program, without=("identity", "stages", "resize", "sizes")), stages)))
+    """Return a hash of the stages of a graph, its blocks and, unless inputs vary in size, of their sizes. The same in every
+    process."""
+    sized = program.resize is None
+    stages = [_values(stage, without=("run", "never_again"), sized=sized) for stage in program.stages]
+    return _hash(repr((_values(program, without=("identity", "stages", "resize", "sizes"), sized=sized), stages)))
 
 
-def _values(of: Program | Stage, *, without: tuple[str, ...]) -> list[tuple[str, object]]:
-    return [(field.name, getattr(of, field.name)) for field in fields(of) if field.name not in without]
+def _values(of: Program | Stage, *, without: tuple[str, ...], sized: bool) -> list[tuple[str, object]]:
+    names = [field.name for field in fields(of) if field.name not in without and (sized or not field.name.endswith("_bytes"))]
+    return [(name, getattr(of, name)) for name in names]
 
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-_Signature = tuple[str, str, int, bool, tuple[int, ...]]  # name, kind, bytes, whether it can move, and the stages that use it
+# Name, kind, bytes and whether it can move (False where sizes do not count), and the stages that use it.
+_Signature = tuple[str, str, tuple[int, bool] | Literal[False], tuple[int, ...]]
 
 
 class WarmStart:
@@ -252,12 +256,14 @@ class WarmStart:
 def recognise(trace: planner.Trace, iteration: Iteration, *, fixed_bytes: int) -> Profile | None:
     """Return `trace` as the profile of `iteration`; None unless this ran the same stages over the same blocks.
 
-    Stages are the same by position, name and phase, blocks by name, kind, size and the stages that use them; times do not count.
-    In its first iteration an optimizer makes the states that it reads later on: it uses them all the same. fixed_bytes: what
-    stays on the device without being a block; may differ by less than the smallest block that moves.
+    Stages are the same by position, name and phase, blocks by name, kind, size and the stages that use them. Times do not count,
+    nor do sizes where inputs vary in size: a plan is followed for all. In its first iteration an optimizer makes the states
+    that it reads later on: it uses them all the same. fixed_bytes: what stays on the device without being a block; may differ
+    by less than the smallest block that moves.
     """
     if [(s.name, s.phase) for s in iteration.stages] != [(s.name, s.phase) for s in trace.stages]:
         return None
+    sized = not iteration.sizes_vary
     wanted: dict[_Signature, list[int]] = defaultdict(list)
     fixed = 0
     for each in trace.blocks:
@@ -266,12 +272,12 @@ def recognise(trace: planner.Trace, iteration: Iteration, *, fixed_bytes: int) -
             continue
         # A trace adds the user code that makes inputs and reads outputs, which nobody records.
         used = tuple(use for use in each.uses if trace.stages[use].phase != "user")
-        wanted[each.name, each.kind, each.size_bytes, each.movable, used].append(each.id)
+        wanted[each.name, each.kind, sized and (each.size_bytes, each.movable), used].append(each.id)
     if abs(fixed - fixed_bytes) >= MIN_MOVED_BYTES:
         return None
     ids: dict[Block, int] = {}
     for block, uses in iteration.uses().items():
-        same = wanted.get((block.name, block.kind, block.size_bytes, block.span is not None, uses))
+        same = wanted.get((block.name, block.kind, sized and (block.size_bytes, block.span is not None), uses))
         if not same:
             return None
         ids[block] = same.pop(0)

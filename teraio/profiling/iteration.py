@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 from runtime.device import Mark
-from runtime.execution import graph_of
+from runtime.execution import SizedGraph, graph_of
 from runtime.paging import Block
 
 # Prefetched blocks that were waited for, by trace id, each with the seconds from the start of the wait to its arrival.
@@ -146,9 +146,18 @@ class Iteration:
         return tuple((graph_of(identity), count) for identity, count in self.signature)
 
     @property
+    def sizes_vary(self) -> bool:
+        """Whether one of its graphs takes inputs of other sizes, too."""
+        return any(isinstance(region.identity, SizedGraph) for region in self.regions)
+
+    def made(self) -> Iterator[Block]:
+        """Go through what its regions made, without the states that an optimizer makes in its first step."""
+        return (block for region in self.regions for block in region.made if block.kind != "optimizer_state")
+
+    @property
     def made_bytes(self) -> int:
-        """Bytes of all blocks that its regions made: more for larger inputs."""
-        return sum(block.size_bytes for region in self.regions for block in region.made)
+        """Bytes of all that its regions made: more for larger inputs."""
+        return sum(block.size_bytes for block in self.made())
 
     @property
     def complete(self) -> bool:

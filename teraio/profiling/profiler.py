@@ -36,6 +36,11 @@ class Profile:
     iteration: Iteration
     ids: dict[Block, int]
 
+    @property
+    def made_bytes(self) -> int:
+        """`Iteration.made_bytes` of an iteration with the sizes of the trace, which may be others than those of `iteration`."""
+        return sum(self.trace.blocks[self.ids[block]].size_bytes for block in self.iteration.made() if block in self.ids)
+
 
 def build_profile(
     iterations: Sequence[Iteration],

@@ -283,6 +283,28 @@ def test_one_plan_is_followed_for_inputs_of_all_sizes_until_larger_ones_come(
     assert all(torch.equal(found[name], value) for name, value in unlimited.finish().items())
 
 
+def test_a_second_start_follows_the_plan_of_the_first_one_whatever_its_first_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a promise of the largest lets the graph be cut alike."""
+
+    def promised(rows: int) -> Tensor:
+        batch = rows_of(rows)
+        torch._dynamo.mark_dynamic(batch, 0, min=2, max=1024)
+        return batch
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = {"storage": tmp_path, "profile_iterations": 1, "memory_budget": BUDGET_BYTES, "plan_cache": "read-write"}
+    phases = []
+    for sizes in ((1024, 512, 960, 704, 832, 640), (320, 1024, 64, 1000)):
+        training = begin_small(options)
+        training.run(map(promised, sizes), functools.partial(mean_square_step, training), planned=True)
+        assert all(status.device_peak_bytes <= BUDGET_BYTES for (status,) in training.progress)
+        phases.append([status.phase for (status,) in training.progress])
+        training.finish()
+    assert phases[0][-1] == "planned" and set(phases[1]) == {"planned"}
+
+
 def test_microbatches_of_other_sizes_follow_one_plan(tmp_path: Path) -> None:
     def train(options: dict[str, Any]) -> Training:
         training = begin_small(options, dynamic=True)

@@ -1,0 +1,154 @@
+"""Batches of varying length: on demand, by one plan for all lengths, and by a plan of its own for some of the lengths.
+
+Lengths are drawn from two distributions that are made up after what is published of such data: dialogues are mostly short, with a
+long tail (log-normal, median an eighth of the context); of documents, two of five fill the context. Each batch has one length.
+Drives are held to a rate, so that copies cost what they cost there and not what this machine's cache makes of them.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from torch._dynamo.utils import counters
+
+import teraio
+from benchmarks.results import Figure
+from benchmarks.slow_drive import hold_drives_to
+from benchmarks.turns import Scale
+from examples.gpt import GPT, GPTConfig
+from runtime.storage import PosixStore
+
+CONFIG = GPTConfig(layers=4, width=256, heads=4, context=256)
+BATCH = 8
+STEPS = 36
+"""Iterations with a budget, of which the second half counts."""
+RATES = {"0.3 GB/s": 3e8, "1 GB/s": 1e9}
+SHARES = {"50 %": 0.5, "70 %": 0.7}
+"""Budgets, of the peak of the longest batch without one."""
+OWN = (0.5, 0.75, 0.95)
+"""Quantiles of the lengths that also train by a plan of their own."""
+AIM = "<= 1.05"
+
+
+class Ran(NamedTuple):
+    """What the second half of a training came to: by iteration its length, seconds, and seconds that it waited for copies."""
+
+    lengths: list[int]
+    seconds: list[float]
+    waited: list[float]
+    moved_mib: float
+    peak_bytes: int
+    replans: int
+    recompiled: int
+
+
+def dialogues(draw: random.Random) -> int:
+    """Return the length of a batch of short dialogues."""
+    return min(max(int(draw.lognormvariate(0, 0.8) * CONFIG.context / 8), 4), CONFIG.context)
+
+
+def documents(draw: random.Random) -> int:
+    """Return the length of a batch of documents, cut to the context."""
+    length = CONFIG.context if draw.random() < 0.4 else int(draw.lognormvariate(0, 0.6) * CONFIG.context / 2)
+    return min(max(length, 4), CONFIG.context)
+
+
+KINDS: dict[str, Callable[[random.Random], int]] = {"dialogues": dialogues, "documents": documents}
+
+
+def measure(scale: Scale) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
+    """Return waits, bytes and times of the three ways, for both kinds of data, at both rates and both budgets."""
+    torch.set_num_threads(1)
+    peak_bytes = _train([CONFIG.context] * 8, {}, 4).peak_bytes
+    figures: list[Figure] = []
+    samples: dict[str, list[float]] = {}
+    for kind, length in KINDS.items():
+        draw = random.Random(0)
+        lengths = [length(draw) for _ in range(STEPS)]
+        lengths[STEPS // 2 :: 6] = [max(lengths)] * len(lengths[STEPS // 2 :: 6])  # long ones in both halves
+        lengths[2] = max(lengths)
+        chosen = [sorted(lengths)[int(len(lengths) * share)] for share in OWN]
+        lengths[STEPS // 2 + 1 :: 6] = (chosen * STEPS)[: len(lengths[STEPS // 2 + 1 :: 6])]
+        for rate, bytes_per_second in RATES.items():
+            with _drives_held_to(bytes_per_second), TemporaryDirectory(dir=scale.output) as folder:
+                for share, part in SHARES.items():
+                    budget_bytes = int(part * peak_bytes)
+                    options = {"memory_budget": budget_bytes, "storage": folder}
+                    on_demand = _train(lengths, {**options, "profile_iterations": 1000}, STEPS // 2)
+                    one = _train(lengths, options, STEPS // 2)
+                    own = {each: _train([each] * STEPS, options, STEPS // 2) for each in dict.fromkeys(chosen)}
+                    name = f"{kind}, {share}, {rate}"
+                    figures += _figures(name, on_demand, one, own, budget_bytes)
+                    samples |= {f"{name}: on demand": on_demand.seconds, f"{name}: one plan": one.seconds}
+    return tuple(figures), samples
+
+
+def _figures(name: str, on_demand: Ran, one: Ran, own: dict[int, Ran], budget_bytes: int) -> Iterator[Figure]:
+    for way, ran in {"on demand": on_demand, "one plan": one}.items():
+        yield Figure(
+            name=f"{name}: waits, {way}", value=1e3 * fmean(ran.waited), unit="ms", note=f"{ran.moved_mib:.0f} MiB moved"
+        )
+    times = [planned / before for planned, before in zip(one.seconds, on_demand.seconds, strict=True)]
+    yield Figure(name=f"{name}: time, one plan / on demand", value=median(times), unit="")
+    of_length = [[s for s, n in zip(one.seconds, one.lengths, strict=True) if n == each] for each in own]
+    ratios = [median(times) / median(by_own.seconds) for times, by_own in zip(of_length, own.values(), strict=True)]
+    note = ", ".join(f"{length}: {ratio:.2f}" for length, ratio in zip(own, ratios, strict=True))
+    yield Figure(name=f"{name}: time, one plan / a plan for the length", value=max(ratios), unit="", aim=AIM, note=note)
+    over = max(one.peak_bytes, on_demand.peak_bytes) / budget_bytes
+    yield Figure(name=f"{name}: peak / budget", value=over, unit="", aim="<= 1")
+    yield Figure(
+        name=f"{name}: plans made again, and graphs compiled late", value=one.replans + one.recompiled, unit="", aim="<= 0"
+    )
+
+
+def _train(lengths: Sequence[int], options: dict[str, Any], counted: int) -> Ran:
+    """Train with batches of these lengths. counted: from the end, so many iterations count."""
+    teraio.reset()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    teraio.compile(model, dynamic=True, codegen="eager", **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    seconds, waited, compiled, moved = [], [], [], []
+    for length in lengths:
+        tokens = torch.randint(CONFIG.vocabulary, (BATCH, length + 1))
+        before, began = _waited(), time.perf_counter()
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - began)
+        waited.append(_waited() - before)
+        teraio.wait_for_plan()
+        moved.append(sum(teraio.status()[0].moved_bytes.values()))
+        compiled.append(counters["stats"]["unique_graphs"])
+    (after,) = teraio.status()
+    return Ran(
+        lengths=list(lengths[-counted:]),
+        seconds=seconds[-counted:],
+        waited=waited[-counted:],
+        moved_mib=(moved[-1] - moved[-counted - 1]) / counted / (1 << 20),
+        peak_bytes=after.device_peak_bytes,
+        replans=after.replans,
+        recompiled=compiled[-1] - compiled[-counted - 1],
+    )
+
+
+def _waited() -> float:
+    """Return the seconds that training has waited for copies so far."""
+    return sum(sum(status.exposed_seconds.values()) for status in teraio.status())
+
+
+@contextmanager
+def _drives_held_to(bytes_per_second: float) -> Iterator[None]:
+    plain = PosixStore.write_chunk, PosixStore.read_chunk
+    hold_drives_to(bytes_per_second)
+    try:
+        yield
+    finally:
+        teraio.reset()
+        PosixStore.write_chunk, PosixStore.read_chunk = plain  # type: ignore[method-assign]
