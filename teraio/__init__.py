@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
 if TYPE_CHECKING:
     import torch
@@ -252,13 +252,19 @@ def park() -> Parked:
     return _registry().park()
 
 
-def manage_optimizer(optimizer: torch.optim.Optimizer, *, master_weights: bool = False) -> None:
-    """Bring the steps and states of an optimizer under the budget. Only three cases need it:
+def manage_optimizer(
+    optimizer: torch.optim.Optimizer,
+    *,
+    master_weights: bool = False,
+    independent: Literal["parameters", "elements"] | None = None,
+) -> None:
+    """Bring the steps and states of an optimizer under the budget. Only four cases need it:
 
     - with the option `optimizer: "off"`, for optimizers that are to be managed all the same;
     - for an optimizer that has states before its first step (loaded from a checkpoint): without this call, its states count only
       from that step on;
-    - for `master_weights`.
+    - for `master_weights`;
+    - for `independent`, with an optimizer of your own.
 
     The call itself never moves anything to another tier. On CPU it waits while existing states are copied to memory that can be
     moved later. The optimizer stays the user's.
@@ -268,10 +274,16 @@ def manage_optimizer(optimizer: torch.optim.Optimizer, *, master_weights: bool =
     before `load_state_dict`, which then keeps these states in fp32. If a parameter differs from its rounded master, because
     other weights were loaded, the master takes the parameter's value.
 
-    Raises UnsupportedError if it is no `torch.optim.Optimizer`. With `master_weights`, also if the optimizer cannot be updated
-    subgroup by subgroup; a later step raises it if the optimizer has other step hooks than teraio's.
+    independent: you promise that the update of an optimizer outside of torch.optim computes each parameter, or each element of
+    it, from its own gradient and states alone, and that its `step` changes nothing else. Then it runs in subgroups, as those of
+    torch.optim do; with "elements", also by slices and on the host. A trial with small tensors, which changes nothing, looks for
+    the opposite first.
+
+    Raises OptionsError for another `independent`; UnsupportedError if it is no `torch.optim.Optimizer`, or if the trial breaks
+    the promise. With `master_weights`, also if the optimizer cannot be updated subgroup by subgroup; a later step raises it if
+    the optimizer has other step hooks than teraio's.
     """
-    _registry().manage_optimizer(optimizer, master_weights=master_weights)
+    _registry().manage_optimizer(optimizer, master_weights=master_weights, independent=independent)
 
 
 def reset() -> None:

@@ -13,16 +13,17 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch.optim import Optimizer
 
-from planner.errors import TeraioError, UnsupportedError
+from planner.errors import OptionsError, TeraioError, UnsupportedError
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import PLAIN, given_away
 from runtime.system import uninterrupted
 from teraio.machine import Shared
-from teraio.optimizer import ProcessSteps, keep_masters
+from teraio.optimizer import ProcessSteps, keep_masters, promise
 from teraio.options import Options
 from teraio.parked import BESIDE, Parked
 from teraio.ranks import RankGroup, only_first_rank_informs, open_group, rank_place
@@ -231,12 +232,22 @@ class Registry:
             staying[BESIDE] += max(on_it[0].pytorch_bytes - sum(run.counted_bytes for run in on_it), 0)
         return Parked(left_bytes=left_bytes, staying_bytes=+staying, seconds=time.perf_counter() - began)
 
-    def manage_optimizer(self, optimizer: Optimizer, *, master_weights: bool = False) -> None:
+    def manage_optimizer(
+        self,
+        optimizer: Optimizer,
+        *,
+        master_weights: bool = False,
+        independent: Literal["parameters", "elements"] | None = None,
+    ) -> None:
         """Bring its steps and states under the budgets of all runs that have its parameters. See `teraio.manage_optimizer`."""
         if not isinstance(optimizer, Optimizer):
             raise UnsupportedError(
                 f"manage_optimizer: found {type(optimizer).__name__}, wanted a torch.optim.Optimizer; give the optimizer inside"
             )
+        if independent not in (None, "parameters", "elements"):
+            raise OptionsError(f"manage_optimizer: independent={independent!r}; give 'parameters' or 'elements'")
+        if independent is not None:
+            promise(optimizer, independent)
         if master_weights:
             keep_masters(optimizer, self.on_device)
         with self._lock:

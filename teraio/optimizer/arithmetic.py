@@ -12,15 +12,19 @@ example), and the master takes its value before the update.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
 
 from planner.errors import UnsupportedError
 from runtime.system import forget_undo, undo_if_interrupted, uninterrupted
@@ -29,6 +33,7 @@ from teraio.optimizer.facts import (
     OptimizerFacts,
     OwnedParameter,
     OwnHooks,
+    Promise,
     StepArguments,
     after_closure,
     closure_of,
@@ -133,7 +138,7 @@ def run_step(facts: OptimizerFacts) -> None:
     optimizer = facts.optimizer
     if not facts.keeps_masters:
         type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-    elif facts.name in _SCALING and all(group.get("fused") for group in optimizer.param_groups):
+    elif facts.from_torch and facts.name in _SCALING and all(group.get("fused") for group in optimizer.param_groups):
         _update_parameters(facts, inverse_scale=None)  # its kernel does the scaling
     else:
         with scaling_put_aside(optimizer) as (scale, found_inf):
@@ -184,8 +189,8 @@ def update_replicas(
             replica.state.update({MASTER: master, **done.state})
 
 
-def _run(optimizer: Optimizer, replicas: Sequence[Replica], fused: bool) -> None:
-    """Run the optimizer's step over the replicas, with its present settings."""
+def _run(optimizer: Optimizer, replicas: Sequence[Replica], fused: bool) -> Optimizer:
+    """Run the optimizer's step over the replicas, with its present settings, by a twin of it. Return the twin."""
     groups: dict[int, list[Replica]] = defaultdict(list)
     for replica in replicas:
         groups[replica.group].append(replica)
@@ -207,6 +212,7 @@ def _run(optimizer: Optimizer, replicas: Sequence[Replica], fused: bool) -> None
         made = twin.state.get(replica.parameter)
         if made is not None and made is not replica.state:
             replica.state.update(made)
+    return twin
 
 
 def _is_dense(replica: Replica) -> bool:
@@ -252,6 +258,160 @@ def _updated(replica: Replica, master: Tensor | None, inverse_scale: Tensor | No
     if inverse_scale is not None and gradient is not None:
         gradient.mul_(inverse_scale)
     return replica
+
+
+# -- optimizers of one's own
+
+_TRIED_SHAPE = (8, 16)
+_TRIED_STEPS = 3
+
+
+class _PromiseHooks(OwnHooks):
+    """Keeps what was promised of an optimizer."""
+
+    def __init__(self, promise: Promise) -> None:
+        self.promise = promise
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Do nothing: that the hook is there says enough."""
+
+
+def promise(optimizer: Optimizer, independent: Literal["parameters", "elements"]) -> None:
+    """Take the user's word that the update treats each parameter, or each element of it, independently of all others.
+
+    A trial with small tensors looks for the opposite first: updates together and apart must have the same bits, and a step must
+    change nothing but parameters and their states. It does not change the optimizer, nor PyTorch's random numbers. Raises
+    UnsupportedError if it finds something; waits for a few updates.
+    """
+    name, step = type(optimizer).__name__, type(optimizer).step
+    if not hasattr(step, "__wrapped__"):
+        raise UnsupportedError(f"manage_optimizer: {name}.step has no hooks of torch.optim.Optimizer; derive the class from it")
+    promises = []
+    with torch.random.fork_rng(devices=[]), _disable_current_modes(), torch.no_grad(), scaling_put_aside(optimizer):
+        for owned in {each.group: each for each in owned_parameters(optimizer)}.values():
+            try:
+                promises.append(_tried(optimizer, owned, elementwise=independent == "elements"))
+            except Exception as error:
+                raised = f"a step with new parameters raises {type(error).__name__}: {error}"
+                found = error if isinstance(error, _Broken) else raised
+                raise UnsupportedError(
+                    f"manage_optimizer: {name} does not treat {independent} independently: {found}; leave `independent` out, so "
+                    "that it is updated as a whole"
+                ) from error
+    kept = Promise(*(max(values) for values in zip(*promises, strict=True)))
+    optimizer.register_step_pre_hook(_PromiseHooks(kept).before)
+
+
+class _Broken(Exception):
+    """What breaks a promise, in words."""
+
+
+def _tried(optimizer: Optimizer, owned: OwnedParameter, *, elementwise: bool) -> Promise:
+    """Try updates of small tensors in place of a parameter. Raises _Broken."""
+    parameter, draw = owned.tensor, torch.Generator().manual_seed(0)
+    device = torch.device("cpu") if isinstance(parameter, FakeTensor) else parameter.device
+
+    def drawn() -> list[Tensor]:
+        return [torch.randn(_TRIED_SHAPE, generator=draw).to(device, parameter.dtype) for _ in range(_TRIED_STEPS + 1)]
+
+    def after(*given: Sequence[Tensor]) -> list[Replica]:
+        with _disable_current_modes():  # what is made here is no memory of the update
+            tried = [[each.clone() for each in of_one] for of_one in given]
+        replicas = [Replica(group=owned.group, parameter=each[0], state={}) for each in tried]
+        for number in range(1, _TRIED_STEPS + 1):
+            for replica, each in zip(replicas, tried, strict=True):
+                replica.parameter.grad = each[number]
+            before = _settings(optimizer)
+            found = _settings(_run(optimizer, replicas, fused=False))
+            if changed := [key for key, value in found.items() if before.get(key) != value]:
+                raise _Broken(f"its step changes {', '.join(changed)}, and would for each subgroup")
+        return replicas
+
+    one, other = drawn(), drawn()
+    with _MostAllocated() as by_one:
+        (alone,) = after(one)
+    with _MostAllocated() as by_two:
+        both = after(one, other)
+    if not all(map(_equal, both, (alone, *after(other)))):
+        raise _Broken("the update of one parameter depends on another one")
+    if elementwise:
+        halves = after(*([each[rows] for each in one] for rows in (slice(4), slice(4, None))))
+        whole = _elements_of(alone)
+        if not all(torch.equal(whole[name], torch.cat(parts)) for name, parts in _joined(halves).items()):
+            raise _Broken("the update of one element depends on another one")
+    size = alone.parameter.nbytes
+    states = sum(value.nbytes for name, value in _elements_of(alone).items() if name)
+    temporary = by_one.most_bytes - states
+    at_once = by_two.most_bytes - 2 * states > temporary + size
+    return Promise(elementwise, -(-states // size), -(-temporary // size), at_once)
+
+
+def _elements_of(replica: Replica) -> dict[str, Tensor]:
+    """Return the parameter, under the name "", and the states that have its elements."""
+    states = {name: value for name, value in replica.state.items() if has_elements_of(value, replica.parameter)}
+    return {"": replica.parameter, **states}
+
+
+def _joined(halves: Sequence[Replica]) -> dict[str, list[Tensor]]:
+    found = [_elements_of(each) for each in halves]
+    return {name: [each[name] for each in found] for name in found[0]}
+
+
+def _equal(one: Replica, other: Replica) -> bool:
+    pairs = [(one.parameter, other.parameter), *((value, other.state.get(name)) for name, value in one.state.items())]
+    same = (torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b for a, b in pairs)
+    return one.state.keys() == other.state.keys() and all(same)
+
+
+def _settings(optimizer: Optimizer) -> dict[str, object]:
+    """Return what an optimizer has beside parameters and their states, in values that compare."""
+    own = {f"self.{name}": value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
+    groups = {
+        f"the group's {name!r}": [group.get(name) for group in optimizer.param_groups]
+        for group in optimizer.param_groups
+        for name in group
+        if name != "params"
+    }
+    return {name: _comparable(value) for name, value in (own | groups).items()}
+
+
+def _comparable(value: Any) -> object:
+    match value:
+        case Tensor():
+            return id(value), value._version
+        case dict():
+            return {str(key): _comparable(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_comparable(each) for each in value]
+        case int() | float() | complex() | str() | None:
+            return value
+        case _:
+            return id(value)
+
+
+class _MostAllocated(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds the most bytes that operators have made and that are alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most_bytes = self._bytes = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {each.untyped_storage()._cdata for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)}
+        for made in tree_iter(result):
+            if isinstance(made, Tensor) and (storage := made.untyped_storage())._cdata not in given | self._known:
+                self._known.add(storage._cdata)
+                self._bytes += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes()).atexit = False
+        self.most_bytes = max(self.most_bytes, self._bytes)
+        return result
+
+    def _gone(self, key: int, size_bytes: int) -> None:
+        self._known.discard(key)
+        self._bytes -= size_bytes
 
 
 # Bytes of masters that are updated together where there is no budget: their gradients in fp32 are temporary.

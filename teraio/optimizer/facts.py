@@ -32,13 +32,27 @@ HALF = frozenset({torch.bfloat16, torch.float16})
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+class Promise(NamedTuple):
+    """What the user says of an optimizer outside of torch.optim, and what a trial has shown, see `arithmetic.promise`.
+
+    elementwise, states_per_parameter, temporary_copies, foreach: see `OptimizerFacts`.
+    """
+
+    elementwise: bool
+    states_per_parameter: int
+    temporary_copies: int
+    foreach: bool
+
+
 class OwnHooks:
     """Base of the classes whose step hooks belong to teraio. They leave gradients as they are.
 
+    promise: of the optimizer that has these hooks; None if there is none.
     keeps_masters: whether an optimizer that has these hooks keeps masters, see [Note: Master copies].
     updates_alone: whether no other rank updates the parameters of an optimizer that has these hooks, see [Note: Several ranks].
     """
 
+    promise: Promise | None = None
     keeps_masters = False
     updates_alone = False
 
@@ -47,12 +61,12 @@ class OwnHooks:
 class OptimizerFacts:
     """An optimizer as it was when these facts were read. Does not keep it alive.
 
-    name: of its class.
-    elementwise: its update is known to compute each element from the same element of gradient and states alone.
+    name: of its class. from_torch: the class is one of torch.optim.
+    elementwise: its update is known, or promised, to compute each element from the same element of gradient and states alone.
     closure_first: a step calls its closure once, before all else, as those of torch.optim do, apart from LBFGS.
     keeps_masters: its half-precision parameters are updated over copies in fp32, see [Note: Master copies].
     is_alone: no other rank updates any of its parameters.
-    states_per_parameter: tensors of a parameter's size that it keeps at most; 0 for optimizers outside torch.optim.
+    states_per_parameter: tensors of a parameter's size that it keeps at most; 0 if nobody knows.
     temporary_copies: what an update allocates while it runs, in copies of a parameter. foreach: of all parameters at once; None:
     on a GPU, where torch chooses that by itself.
     whole_because: why no step may be cut into subgroups; None if steps over subgroups give the same result, bit for bit.
@@ -61,6 +75,7 @@ class OptimizerFacts:
 
     reference: weakref.ref[Optimizer]
     name: str
+    from_torch: bool
     elementwise: bool
     closure_first: bool
     keeps_masters: bool
@@ -76,24 +91,28 @@ class OptimizerFacts:
         """Read the facts. Reads settings and hooks only, no tensor on a device."""
         name = type(optimizer).__name__
         from_torch = type(optimizer).__module__.startswith("torch.optim")
-        elementwise = from_torch and name in _ELEMENTWISE
-        by_parameter = from_torch and name in _ELEMENTWISE | _BY_PARAMETER
         # Optimizers that wrap others may lack the hooks of PyTorch's base class.
         own_hooks = [owner for hook in _hooks_of(optimizer, "pre") if isinstance(owner := _owner(hook), OwnHooks)]
+        promise = None if from_torch else next((hooks.promise for hooks in own_hooks if hooks.promise is not None), None)
+        elementwise = from_torch and name in _ELEMENTWISE or promise is not None and promise.elementwise
+        by_parameter = from_torch and name in _ELEMENTWISE | _BY_PARAMETER
+        promised = 0 if promise is None else promise.states_per_parameter
+        copies = 4 if name in _BY_PARAMETER | {"Rprop"} else 2
         is_alone = rank_count() == 1 or any(hooks.updates_alone for hooks in own_hooks)
         ways = [group.get("foreach") for group in optimizer.param_groups]
         fused = all(group.get("fused") for group in optimizer.param_groups)  # allocates next to nothing
         return cls(
             reference=weakref.ref(optimizer),
             name=name,
+            from_torch=from_torch,
             elementwise=elementwise,
             closure_first=by_parameter or type(optimizer) is torch.optim.SparseAdam,
             keeps_masters=any(hooks.keeps_masters for hooks in own_hooks),
             is_alone=is_alone,
-            states_per_parameter=_states_per_parameter(name, optimizer.param_groups) if from_torch else 0,
-            temporary_copies=0 if fused else 4 if name in _BY_PARAMETER | {"Rprop"} else 2,
-            foreach=True if any(ways) else None if None in ways else False,
-            whole_because=_reason_to_stay_whole(optimizer, by_parameter),
+            states_per_parameter=_states_per_parameter(name, optimizer.param_groups) if from_torch else promised,
+            temporary_copies=promise.temporary_copies if promise is not None else 0 if fused else copies,
+            foreach=promise.foreach if promise is not None else True if any(ways) else None if None in ways else False,
+            whole_because=_reason_to_stay_whole(optimizer, by_parameter or promise is not None),
             off_host_because=_reason_against_host(optimizer, elementwise, is_alone),
         )
 
@@ -117,7 +136,7 @@ class OptimizerFacts:
 
     def fused_on_host(self, dtypes: Iterable[torch.dtype]) -> bool:
         """Return whether PyTorch has a fused update on CPU for parameters of these types, with the optimizer's settings."""
-        return self.name in _FUSED_ON_CPU and all(dtype.is_floating_point for dtype in dtypes)
+        return self.from_torch and self.name in _FUSED_ON_CPU and all(dtype.is_floating_point for dtype in dtypes)
 
     def master_bytes(self, parameter: Tensor) -> int:
         """Return the bytes of the parameter's master, and of each state with its elements; 0 for a parameter without a master."""
@@ -131,7 +150,9 @@ class OptimizerFacts:
     def state_sizes(self, parameter: Tensor) -> list[int]:
         """Return the bytes of each tensor that the optimizer keeps for the parameter, without the master."""
         size = self.master_bytes(parameter) or bytes_of(parameter)
-        if self.name == "Adafactor" and self.states_per_parameter and parameter.dim() > 1:  # keeps a row and a column of a matrix
+        if (
+            self.from_torch and self.name == "Adafactor" and self.states_per_parameter and parameter.dim() > 1
+        ):  # keeps a row and a column of a matrix
             return [size // parameter.shape[dim] for dim in (-1, -2)] if parameter.numel() else []
         return [size] * self.states_per_parameter
 

@@ -22,6 +22,7 @@ from teraio.capturing import GpuModel, MachineDescription, capture, hardware, kn
 from teraio.stages import Kernel, StageCompiler, gpu_speed, speed_of
 
 from ..conftest import RunCommand
+from ..optimizer.test_own_optimizers import Mixed
 from ..traces import CHAIN
 from . import trainings
 from .trainings import loss_of, tokens, training, transformer
@@ -67,6 +68,37 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
 
     monkeypatch.setattr(StageCompiler, "compile", noting)
     return found
+
+
+@pytest.mark.parametrize(
+    ("own", "states"), [(False, ("exp_avg", "exp_avg_sq", "master_param")), (True, ("master", "mean", "square"))]
+)
+def test_half_precision_weights_with_masters_are_updated_by_subgroups(own: bool, states: tuple[str, ...]) -> None:
+    """Those of teraio, and those that an optimizer of one's own keeps by itself, with a promise."""
+
+    def train() -> Callable[[], None]:
+        with torch.device("cuda"):
+            model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).to(torch.bfloat16)
+            inputs = torch.randn(64, 1024, dtype=torch.bfloat16)
+        compiled = torch.compile(model, backend="teraio")
+        optimizer: torch.optim.Optimizer = Mixed(model.parameters()) if own else torch.optim.AdamW(model.parameters())
+        teraio.manage_optimizer(optimizer, master_weights=not own, independent="elements" if own else None)
+
+        def step() -> None:
+            compiled(inputs).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    trace = capture(train, subgroup_bytes=16 * MIB)
+    updates = [stage for stage in trace.stages if stage.phase == "optimizer"]
+    assert len(updates) == len(trace.subgroups) == 4
+    kept = [block for block in trace.blocks if block.kind == "optimizer_state"]
+    assert [block.size_bytes for block in kept] == [4 * MIB] * 12
+    assert {block.name.rsplit(".")[-1] for block in kept} == set(states)
+    needs = 2 * (2 << 20) + 3 * 4 * MIB  # parameter, gradient and states of one
+    assert needs <= planner.floor(trace)[0] <= 2 * needs
 
 
 def test_a_capture_has_the_stages_blocks_and_groups_of_a_real_run(tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""Optimizers outside of torch.optim: by the user's promise they are updated by subgroups and slices, with the same bits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import teraio
+
+from ...training import MIB, begin, mean_square_step, unequal
+
+
+class Lion(Optimizer):
+    """One moment, and the sign of an interpolation. Chen et al., Symbolic Discovery of Optimization Algorithms, 2023."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(group, parameter, self.state[parameter])
+
+    def update(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor]) -> None:
+        if not state:
+            state["moment"] = torch.zeros_like(parameter)
+        change = state["moment"].lerp(parameter.grad, 0.1).sign()  # type: ignore[arg-type]
+        state["moment"].lerp_(parameter.grad, 0.01)  # type: ignore[arg-type]
+        parameter.sub_(change, alpha=group["lr"])
+
+
+class Mixed(Lion):
+    """AdamW with masters of its own: bf16 weights, and in fp32 the master and both moments."""
+
+    def update(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
+        if not state:
+            state |= {"step": 0, "master": parameter.float(), "mean": torch.zeros_like(parameter, dtype=torch.float32)}
+            state["square"] = torch.zeros_like(state["mean"])
+        gradient, state["step"] = parameter.grad.float(), state["step"] + 1  # type: ignore[union-attr]
+        state["mean"].lerp_(gradient, 0.1)
+        state["square"].lerp_(gradient.square(), 0.01)
+        scale = (state["square"] / (1 - 0.99 ** state["step"])).sqrt_().add_(1e-8)
+        state["master"].addcdiv_(state["mean"], scale, value=-group["lr"] / (1 - 0.9 ** state["step"]))
+        parameter.copy_(state["master"])
+
+
+class Normed(Lion):
+    """The gradient over its norm: of a parameter as a whole."""
+
+    def update(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor]) -> None:
+        parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=group["lr"])  # type: ignore[operator,union-attr]
+
+
+class Clipping(Lion):
+    """The gradients over the norm of all."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1e-3)
+        super().step.__wrapped__(self)  # type: ignore[attr-defined]
+
+
+class Counting(Lion):
+    """Counts its steps for the whole group, as some do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        super().step.__wrapped__(self)  # type: ignore[attr-defined]
+
+
+class Noisy(Lion):
+    def update(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor]) -> None:
+        parameter.add_(torch.randn_like(parameter), alpha=group["lr"])
+
+
+class Prepared(Lion):
+    """Makes its states before the first step."""
+
+    def update(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor]) -> None:
+        parameter.sub_(state["moment"])
+
+
+def model(width: int, layers: int, dtype: torch.dtype) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("made", "independent", "width", "layers", "budget"),
+    [(Lion, "parameters", 512, 12, 14 * MIB), (Mixed, "elements", 1024, 3, 20 * MIB), (Normed, "parameters", 512, 12, 14 * MIB)],
+)
+def test_steps_have_the_same_bits_within_the_budget(
+    made: Callable[..., Optimizer],
+    independent: Any,
+    width: int,
+    layers: int,
+    budget: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The large parameters of the second case are updated by slices. After a promise, a checkpoint is as any other."""
+    dtype = torch.bfloat16 if made is Mixed else torch.float32
+
+    def train(options: dict[str, Any], promised: bool) -> list[Tensor]:
+        training = begin(lambda: model(width, layers, dtype), lambda module: [made(module.parameters())], options)
+        if promised:
+            teraio.manage_optimizer(training.optimizers[0], independent=independent)
+        for number in range(5):
+            inputs = torch.randn(16, width, generator=torch.Generator().manual_seed(number)).to(dtype)
+            training.run([inputs], lambda batch, _: mean_square_step(training, batch), planned=True)
+            for status in training.progress[-1]:
+                assert status.device_budget_bytes is None or status.device_peak_bytes <= budget
+        states = training.optimizers[0].state_dict()["state"]
+        kept = [value.clone() for number in states for value in states[number].values() if isinstance(value, Tensor)]
+        return [*training.finish().values(), *kept]
+
+    with caplog.at_level(logging.INFO, "teraio"):
+        small = train({"memory_budget": budget, "storage": tmp_path, "host_updates": False}, promised=True)
+    assert "updated as a whole" not in caplog.text
+    assert not unequal(small, train({"memory_budget": None}, promised=False))
+
+
+def test_masters_are_kept_for_an_optimizer_with_a_promise() -> None:
+    optimizer = Lion([parameter := nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))], lr=1e-4)
+    with pytest.raises(teraio.UnsupportedError, match="not known to treat each parameter by itself"):
+        teraio.manage_optimizer(optimizer, master_weights=True)
+    teraio.manage_optimizer(optimizer, independent="elements", master_weights=True)
+    parameter.grad = torch.ones_like(parameter)
+    for _ in range(3):
+        optimizer.step()
+    torch.testing.assert_close(optimizer.state[parameter]["master_param"], torch.full((4, 4), 1 - 3e-4))
+    assert optimizer.state[parameter]["moment"].dtype == torch.float32 and parameter.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("made", "independent", "found"),
+    [
+        (Normed, "elements", "the update of one element depends on another one"),
+        (Clipping, "parameters", "the update of one parameter depends on another one"),
+        (Counting, "parameters", "its step changes the group's 'count'"),
+        (Noisy, "elements", "depends on another one"),
+        (Prepared, "elements", "a step with new parameters raises KeyError"),
+    ],
+)
+def test_a_promise_that_a_trial_breaks_is_refused(made: Callable[..., Optimizer], independent: Any, found: str) -> None:
+    """And changes neither the optimizer nor the random numbers."""
+    parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+    optimizer, before = made(parameters), torch.get_rng_state()
+    with pytest.raises(teraio.UnsupportedError, match=found):
+        teraio.manage_optimizer(optimizer, independent=independent)
+    assert not optimizer.state and optimizer.param_groups[0].get("count") is None
+    assert all(parameter.eq(1).all() for parameter in parameters) and torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(teraio.OptionsError, match="'parameters' or 'elements'"):
+        teraio.manage_optimizer(optimizer, independent="all")  # type: ignore[arg-type]
