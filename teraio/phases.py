@@ -386,8 +386,11 @@ class PlannedPhase(Phase):
             self._recent_seconds.clear()
         # Where an optimizer steps alone, more passes are to come: that does not end a plan.
         self._unplanned = 0 if as_planned else self._unplanned + (not iteration.is_update_alone)
-        if as_planned and before is not None and not compiled and self._is_larger(iteration):
-            return self._plan_for([before, iteration])
+        if as_planned and before is not None and not compiled and iteration.timed and iteration.complete:
+            if self._is_larger(iteration):
+                return self._plan_for([before, iteration])
+            if self.follower.thinned.wanted(iteration):
+                self.follower.thinned.add(_profile_of(self._run, [before, iteration]))
         if self._unplanned <= self._run.options.profile_iterations:
             return self
         logger.info("the last %d iterations were not those that were planned: profiling again", self._unplanned)
@@ -397,7 +400,7 @@ class PlannedPhase(Phase):
     def _is_larger(self, iteration: Iteration) -> bool:
         """Whether an iteration's inputs were clearly larger than those that the plan is for, so that blocks left on demand."""
         larger = iteration.made_bytes > self._largest_bytes * _CLEARLY_LARGER
-        return larger and iteration.timed and iteration.complete and self._run.options.plan is None
+        return larger and self._run.options.plan is None
 
     def _plan_for(self, recorded: Sequence[Iteration]) -> Phase:
         """Begin to plan for the last of these iterations, and follow the plan for smaller inputs meanwhile."""

@@ -39,6 +39,7 @@ from teraio.following.drift import Drift, Expectation, Observation, drift_of, it
 from teraio.following.observer import IterationObserver
 from teraio.following.reserve import WORTHWHILE, Reserve, Tried
 from teraio.following.schedule import StageSchedule
+from teraio.following.thinned import ThinnedPlans
 from teraio.machine import Machine
 from teraio.options import Options
 from teraio.planning import BackgroundPlanner, PlanMade, record_plan, save
@@ -62,6 +63,7 @@ class _InForce:
     expected: Expectation
     schedule: StageSchedule
     corrections: Corrections
+    thinned: ThinnedPlans
 
     @classmethod
     def of(cls, profile: Profile, plan: planner.Plan, replayed: planner.Timeline) -> _InForce:
@@ -72,6 +74,7 @@ class _InForce:
             expected=Expectation.of(profile.trace, replayed),
             schedule=schedule,
             corrections=Corrections(plan.moves, schedule.reruns.count),
+            thinned=ThinnedPlans(profile, plan),
         )
 
 
@@ -121,12 +124,18 @@ class PlanFollower:
 
     def _enforce(self, now: _InForce) -> None:
         self._now = now
+        self._cursor.schedule_for = now.thinned.schedule_for
         self._observations.clear()
         self._seconds.clear()
         self._recorder.sampled = False
         self._unsettled = self._recorder.iteration_number
         self._reserve.begin()
         record_plan(now.plan, now.profile.trace)
+
+    @property
+    def thinned(self) -> ThinnedPlans:
+        """The plans for smaller inputs that belong to the plan in force."""
+        return self._now.thinned
 
     @property
     def trace(self) -> planner.Trace:
@@ -332,7 +341,7 @@ class PlanFollower:
         if another:
             self._follow(after)
         else:
-            self._enforce(replace(after, schedule=now.schedule, corrections=now.corrections))
+            self._enforce(replace(after, schedule=now.schedule, corrections=now.corrections, thinned=now.thinned))
             self._save()
         return another
 

@@ -14,7 +14,7 @@ stages, and the blocks that they make, are the same ones, and all that a plan sa
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from runtime.device import Mark
 from runtime.execution import StageRerun, StageRun, graph_of
@@ -26,13 +26,16 @@ from teraio.profiling import Iteration, IterationRecorder, LateBlocks
 class PlanCursor:
     """Finds the regions of an iteration in a plan, and tells the pager what to offload, to drop and to prefetch after each stage.
 
-    schedule: of the plan that is followed, None for no plan. in_step: whether it expects the region that runs now, see
-    [Note: Positions]. position: of the stage that runs now, or runs next. rerun_position: of the re-run that runs now.
-    deviations: how many regions were not where the plan expects them. All calls are for the training thread; none waits.
+    schedule: of the plan that is followed, None for no plan. schedule_for: returns what to follow in place of it in an iteration
+    that begins with this graph, see [Note: Thinned plans]; None for nothing else.
+    in_step: whether it expects the region that runs now, see [Note: Positions]. position: of the stage that runs now, or runs
+    next. rerun_position: of the re-run that runs now. deviations: how many regions were not where the plan expects them.
+    All calls are for the training thread; none waits.
     """
 
     def __init__(self, pager: Pager) -> None:
         self.schedule: StageSchedule | None = None
+        self.schedule_for: Callable[[Hashable], StageSchedule | None] = lambda first: None
         self.in_step = False
         self.position = 0
         self.rerun_position: int | None = None
@@ -41,17 +44,18 @@ class PlanCursor:
         self._by_id: dict[int, Block] = {}
         self._next_region = 0
         self._stage_count = 0  # of the region that runs now
+        self._moving: StageSchedule | None = None  # says what moves in this iteration
 
     # -- plans
 
     def follow(self, schedule: StageSchedule | None, blocks: dict[int, Block]) -> None:
         """Apply a plan from the next region on; None for no plan. blocks: the persistent blocks by their trace id."""
-        self.schedule, self._by_id, self._next_region = schedule, dict(blocks), 0
+        self.schedule, self._moving, self._by_id, self._next_region = schedule, schedule, dict(blocks), 0
         self._pager.record(ids={block: trace_id for trace_id, block in blocks.items()})
 
     def change(self, schedule: StageSchedule, due: Sequence[int]) -> None:
         """Apply another plan for the same blocks, between two iterations. due: trace ids of blocks to prefetch now."""
-        self.schedule, self._next_region = schedule, 0
+        self.schedule, self._moving, self._next_region = schedule, schedule, 0
         for block in [self._by_id[i] for i in due if i in self._by_id]:
             self._pager.prefetch(block)
 
@@ -111,6 +115,8 @@ class PlanCursor:
                 self.in_step = True
                 self.deviations += index != self._next_region
                 self._next_region = index + 1
+                if not index:
+                    self._moving = self.schedule_for(identity) or self.schedule
                 self.position = regions[index][1] + 1
                 self._leave(self.position - 1)
                 return
@@ -180,9 +186,9 @@ class PlanCursor:
     # -- one position
 
     def _to_prefetch(self, position: int) -> list[Block]:
-        if self.schedule is None:
+        if self._moving is None:
             return []
-        planned, by_id = self.schedule.fetch_at[position], self._by_id
+        planned, by_id = self._moving.fetch_at[position], self._by_id
         return [by_id[i] for i in planned if i in by_id] if planned else []
 
     def _prefetch(self, position: int) -> None:
@@ -190,13 +196,13 @@ class PlanCursor:
             self._pager.prefetch(block)
 
     def _leave(self, position: int) -> None:
-        if self.schedule is None:
+        if self._moving is None:
             return
-        for trace_id in self.schedule.reruns.dropped_after.get(position, ()):
+        for trace_id in self._moving.reruns.dropped_after.get(position, ()):
             dropped = self._by_id.get(trace_id)
             if dropped is not None:
                 self._pager.drop(dropped)
-        planned, by_id = self.schedule.leave_after[position], self._by_id
+        planned, by_id = self._moving.leave_after[position], self._by_id
         if planned and (leaving := [(block, tier) for i, tier in planned if (block := by_id.get(i)) is not None]):
             self._pager.offload_all(leaving)
 
