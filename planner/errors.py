@@ -78,6 +78,7 @@ class BudgetError(TeraioError):
         stage: name of the stage that needs the most.
         largest: the stages of the graphs that need the most, with the bytes that each needs, in descending order; up to three.
             Empty if the graphs are not what is too large.
+        in_pieces: whether that stage is a loss over classes, which can be computed in pieces.
         not_counted: what may need more and is not known yet, in words; "" if all is known.
     """
 
@@ -88,12 +89,14 @@ class BudgetError(TeraioError):
         budget_bytes: int,
         stage: str,
         largest: Sequence[tuple[str, int]] = (),
+        in_pieces: bool = False,
         not_counted: str = "",
     ) -> None:
         self.smallest_bytes = smallest_bytes
         self.budget_bytes = budget_bytes
         self.stage = stage
         self.largest = tuple(largest)
+        self.in_pieces = in_pieces
         self.not_counted = not_counted
         message = (
             f"the device budget of {budget_bytes:,} bytes is too small: stage {stage!r} needs "
@@ -104,6 +107,10 @@ class BudgetError(TeraioError):
         if largest:
             needs = ", ".join(f"{name!r} {size:,}" for name, size in largest)
             message += f". The stages that need the most bytes: {needs}. Smaller batches or shorter sequences lower their needs"
+        if in_pieces:
+            message += (
+                ". It is a loss over classes: torch.nn.functional.linear_cross_entropy (PyTorch 2.13) computes one in pieces"
+            )
         super().__init__(message)
 
     def asking_for(self, smallest_bytes: int, *, not_counted: str) -> BudgetError:
@@ -113,6 +120,7 @@ class BudgetError(TeraioError):
             budget_bytes=self.budget_bytes,
             stage=self.stage,
             largest=self.largest,
+            in_pieces=self.in_pieces,
             not_counted=not_counted,
         )
 

@@ -31,12 +31,13 @@ class Need:
     largest: up to three stages, by name, with the bytes that each needs next to all that is too small to move, in descending
         order.
     small_parameter_bytes: of the parameters that are too small to move; their states will be, too.
-    names: of the blocks that the graphs take and make.
+    names: of the blocks that the graphs take and make. in_pieces: the stages that a loss in pieces would make smaller.
     """
 
     largest: tuple[tuple[str, int], ...]
     small_parameter_bytes: int
     names: frozenset[str]
+    in_pieces: frozenset[str] = frozenset()
 
     @property
     def size_bytes(self) -> int:
@@ -53,7 +54,8 @@ def need_of(programs: Sequence[Program]) -> Need | None:
     needs = [(stage.name, stage.need_bytes + small_bytes) for stage in stages]
     small_parameter_bytes = sum(program.small_parameter_bytes for program in programs)
     names = frozenset(name for program in programs for name in program.slot_names)
-    return Need(largest=_largest_of(needs), small_parameter_bytes=small_parameter_bytes, names=names)
+    losses = frozenset(stage.name for stage in stages if stage.has_class_loss)
+    return Need(largest=_largest_of(needs), small_parameter_bytes=small_parameter_bytes, names=names, in_pieces=losses)
 
 
 def _largest_of(needs: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
@@ -98,6 +100,7 @@ class GraphNeeds:
                 budget_bytes=budget,
                 stage=stage,
                 largest=largest,
+                in_pieces=any(stage in each.in_pieces for each in self._needs),
                 not_counted=_not_counted(programs),
             )
         self._kept_bytes = max(self._kept_bytes, sum(program.kept_bytes for program in programs))

@@ -31,6 +31,7 @@ class Stage:
     has_collectives: whether it begins collectives, or waits for some.
     repeatable: whether it may simply run once more where it ran out of memory: it writes nothing in place and draws no numbers.
     never_again: of a forward stage: why it must not run again in the backward pass, in plain words; "" if it may.
+    has_class_loss: whether it computes a loss over classes, such as the words of a vocabulary, or its gradient.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Stage:
     has_collectives: bool = False
     repeatable: bool = False
     never_again: str = ""
+    has_class_loss: bool = False
 
     @property
     def need_bytes(self) -> int:

@@ -12,7 +12,15 @@ from torch.fx import GraphModule, Node
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Constant, Kind, Phase, Program, SizedGraph, Stage, StageFunction
 from teraio.stages.kernels import storages_of
-from teraio.stages.operators import Symbols, has_collectives, has_storage, is_symbolic, output_bytes, storage_bytes
+from teraio.stages.operators import (
+    Symbols,
+    has_class_loss,
+    has_collectives,
+    has_storage,
+    is_symbolic,
+    output_bytes,
+    storage_bytes,
+)
 from teraio.stages.split import Subgraph, peak_bytes
 
 
@@ -74,6 +82,7 @@ def lay_out(
             has_collectives=has_collectives(subgraph.module.graph),
             repeatable=compiled.repeatable,
             never_again=compiled.never_again,
+            has_class_loss=has_class_loss(subgraph.module.graph),
         )
 
     parameters = [node for node, (_, kind) in zip(placeholders, inputs, strict=False) if kind == "parameter"]

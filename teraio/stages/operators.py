@@ -116,6 +116,15 @@ def base_name(target: torch._ops.OpOverload) -> str:
     return target._schema.name.split("::")[1]
 
 
+_CLASS_LOSSES = frozenset("_log_softmax nll_loss_forward nll_loss_backward _log_softmax_backward_data".split())
+
+
+def has_class_loss(graph: Graph) -> bool:
+    """Return whether the graph computes a loss over classes or its gradient, also after these operators were decomposed."""
+    written = (node.meta.get("original_aten") for node in graph.nodes)
+    return any(isinstance(each, torch._ops.OpOverload) and base_name(each) in _CLASS_LOSSES for each in written)
+
+
 _VIEW_NAMES = frozenset(
     "view reshape _unsafe_view permute t transpose unsqueeze squeeze expand slice select as_strided alias detach "
     "unbind split split_with_sizes diagonal unfold wait_tensor".split()

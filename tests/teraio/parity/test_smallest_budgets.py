@@ -181,6 +181,24 @@ def test_an_operator_that_takes_a_little_more_each_time_asks_once(tmp_path: Path
     assert len(calls) == 6 and len(budgets) == 3, budgets  # the first error cannot know of the operator
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_loss_over_a_vocabulary_that_sets_the_budget_is_named(whole: bool, tmp_path: Path) -> None:
+    """And one that is in pieces already is not, nor is another layer that needs more."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.wide = nn.Embedding(4096, 64), nn.Linear(64, 64 if whole else 16384)
+
+        def forward(self, words: Tensor) -> Tensor:
+            found = self.words(words)
+            return nn.functional.cross_entropy(found @ self.words.weight.t(), words) + self.wide(found).tanh().tanh().sum()
+
+    with pytest.raises(teraio.BudgetError) as raised:
+        compiled(Head(), {"memory_budget": MIB, "storage": str(tmp_path)})(torch.arange(2048))
+    assert raised.value.in_pieces is whole and ("linear_cross_entropy" in str(raised.value)) is whole
+
+
 def test_the_smallest_budget_works_and_less_is_refused(tmp_path: Path) -> None:
     """No states, and a small model: a stage of the graphs sets the floor, not the update."""
     case = Case(make_model=ConvNet, make_batches=images, make_optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.05))
@@ -194,7 +212,7 @@ def test_the_smallest_budget_works_and_less_is_refused(tmp_path: Path) -> None:
     assert [size for _, size in error.largest] == sorted((size for _, size in error.largest), reverse=True)
     assert all(repr(name) in str(error) for name, _ in error.largest)
     again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.largest) == (str(error), error.largest)
+    assert (str(again), again.largest) == (str(error), error.largest) and not error.in_pieces
     options = budgeted_options(case, tmp_path, budget=error.smallest_bytes)
     budgeted = train(case, options=options)
     check_budget(budgeted, error.smallest_bytes)
