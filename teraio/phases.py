@@ -22,6 +22,7 @@ Iterations in which an optimizer steps and no graph runs are not profiled, and d
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import statistics
@@ -390,7 +391,8 @@ class PlannedPhase(Phase):
             if self._is_larger(iteration):
                 return self._plan_for([before, iteration])
             if self.follower.thinned.wanted(iteration):
-                self.follower.thinned.add(_profile_of(self._run, [before, iteration]))
+                with contextlib.suppress(ValidationError):  # what contradicts itself serves for no plan
+                    self.follower.thinned.add(_profile_of(self._run, [before, iteration]))
         if self._unplanned <= self._run.options.profile_iterations:
             return self
         logger.info("the last %d iterations were not those that were planned: profiling again", self._unplanned)

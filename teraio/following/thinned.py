@@ -43,6 +43,8 @@ class ThinnedPlans:
         self._profile = profile
         self._plan = plan
         self._known: list[_Thinned] = []  # the smallest first
+        self._blocks = [(block.name, block.uses) for block in profile.trace.blocks]
+        self._comparable = True  # until an iteration is found that used other blocks than the plan's, or used them otherwise
 
     def schedule_for(self, first: Hashable) -> StageSchedule | None:
         """Return what to follow in an iteration whose first region is the run of `first`; None for the plan itself."""
@@ -55,7 +57,9 @@ class ThinnedPlans:
     def wanted(self, iteration: Iteration) -> bool:
         """Return whether the inputs of an iteration that ran as planned are clearly smaller than what there are plans for."""
         runs = [region.identity for region in iteration.regions if isinstance(region.identity, SizedGraph)]
-        if not runs or len({run.graph for run in runs}) < len(runs) or len(self._known) == _MOST:  # microbatches have own sizes
+        if not self._comparable or len(self._known) == _MOST:
+            return False
+        if not runs or len({run.graph for run in runs}) < len(runs):  # each microbatch has sizes of its own
             return False
         known = self._smallest_for(runs[0])
         if known is not None and known.ended:
@@ -66,8 +70,8 @@ class ThinnedPlans:
         """Make the plan for the inputs of a profile. Waits for about ten replays."""
         blocks, moves = small.trace.blocks, self._plan.moves
         first = small.iteration.regions[0].identity
-        same = [(b.name, b.uses) for b in blocks] == [(b.name, b.uses) for b in self._profile.trace.blocks]
-        if not isinstance(first, SizedGraph) or not same:
+        self._comparable = isinstance(first, SizedGraph) and [(block.name, block.uses) for block in blocks] == self._blocks
+        if not self._comparable or not isinstance(first, SizedGraph):
             return
         count = len(self._profile.trace.stages) + len(self._plan.recompute)
         inside = [number for number, move in enumerate(moves) if move.before < count]
