@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import emulated
 from benchmarks.emulated import Emulation
-from benchmarks.host_cost import measure_one
 from benchmarks.idle_stages import IdleStages
 from benchmarks.idle_training import IdleTraining
 from benchmarks.layer_by_layer import layer_by_layer
@@ -46,13 +45,6 @@ def test_an_iteration_without_arithmetic_moves_what_is_planned(moving: IdleStage
     assert pager.account.evictions - before == len(moving.moves) >= 1900
     assert pager.account.budget_bytes is not None and 0 < pager.account.peak_bytes <= pager.account.budget_bytes
     assert pager.account.waited_seconds == 0
-
-
-def test_each_layer_of_the_hosts_cost_has_its_figures() -> None:
-    samples: dict[str, list[float]] = {}
-    stage, move, iteration = measure_one("pager", IdleStages, 500, 1, samples)
-    assert (stage.unit, move.unit, iteration.unit) == ("µs", "µs", "ms") and "planned" in move.note
-    assert all(len(times) == 1 for times in samples.values()) and len(samples) == 4
 
 
 # -- several ranks, drives that are held to a rate, an emulated GPU

@@ -5,16 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import planner_policies
-from benchmarks.planner_cases import Selection, cases, outcomes, outcomes_of, traces
+from benchmarks.planner_cases import cases, outcomes, outcomes_of
 from benchmarks.planner_policies import samples_of
-from benchmarks.planner_recompute import ROWS, floor_figure
-from benchmarks.planner_recompute import outcome as recompute_outcome
 from benchmarks.planning import PlanningFailed, planned_apart
 from benchmarks.transformer_trace import LLAMA_3_8B, Workload
-from benchmarks.variants import budgets_for, device_budgets, peak_bytes, with_errors, with_rates, with_times
-from planner import Budgets, Trace, plan, simulate
-from planner.errors import OptionsError
+from benchmarks.variants import budgets_for, with_errors, with_rates, with_times
+from planner import Trace, plan, simulate
 from planner.policies import POLICIES
 
 HAND = Path(__file__).parents[2] / "traces" / "hand"
@@ -28,13 +24,6 @@ def chain() -> Trace:
 @pytest.fixture(scope="module")
 def transformer() -> Trace:
     return Workload(model=replace(LLAMA_3_8B, layers=2), batch=1, sequence=1024).trace()
-
-
-def test_budgets_are_shares_of_the_peak_with_all_of_the_host_and_none_below_the_floor(chain: Trace, transformer: Trace) -> None:
-    assert peak_bytes(chain) == 30
-    assert device_budgets(chain) == {"90%": 27, "70%": 21, "50%": 15, "floor + 5 %": 10}
-    assert budgets_for(transformer, 5e9) == Budgets(device_bytes=5_000_000_000, host_bytes=128 << 30)
-    assert budgets_for(chain, 10).host_bytes is None
 
 
 def test_variants_have_other_rates_and_bounded_repeatable_errors(chain: Trace, transformer: Trace) -> None:
@@ -82,45 +71,6 @@ def test_every_policy_is_measured_by_the_simulator_or_refuses(chain: Trace) -> N
     samples = samples_of(found)
     assert samples["chain | floor + 5 % | x2 | keep-all | BudgetError"] == []
     assert samples["chain | floor + 5 % | x2 | ilp"][0] == pytest.approx(8 / 6)
-
-
-def test_a_row_has_one_tier_and_its_policies_are_measured_by_the_simulator() -> None:
-    row = ROWS[0]
-    small = replace(row, model=replace(LLAMA_3_8B, layers=1), batch=1)
-    trace = small.trace()
-    assert {link.name for link in trace.hardware.links} == {"device->host", "host->device"}
-    assert {link.bytes_per_second for link in trace.hardware.links} == {55e9}
-    assert all(subgroup.host_seconds is None for subgroup in trace.subgroups) and trace.recompute
-    over_ideal, over_bound, again, seconds = recompute_outcome(trace, 0.9, "checkpoint")
-    assert over_ideal >= 1.0 + again - 1e-9 and over_bound >= 1 - 1e-9 and seconds > 0
-    assert recompute_outcome(trace, 0.01, "ilp") == []
-    assert floor_figure(small, trace).value == pytest.approx(1.0)
-
-
-def test_the_best_policy_alone_is_planned_at_the_links_own_rates(
-    chain: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planner_policies, "traces", lambda names: {"chain": chain})
-    figures, samples = planner_policies.measure_best(Selection(output=tmp_path))
-    assert list(samples) == [f"chain | {name} | x1 | ilp" for name in device_budgets(chain)]
-    assert [figure.name for figure in figures] == ["plans faster than the lower bound", "chain: ilp, time / bound"]
-    assert figures[0].value == 0 and figures[1].value == pytest.approx(sum(s[1] for s in samples.values()) / len(samples))
-    assert len((tmp_path / "planner_bound.tsv").read_text().splitlines()) == len(samples)
-
-
-def test_traces_and_policies_can_be_chosen(tmp_path: Path) -> None:
-    known = {"Llama-3-8B", "Llama-3-8B, TF32", "Granite-8B", "Llama-3-70B", *(path.stem for path in HAND.glob("*.json"))}
-    assert known < set(traces())
-    selection = Selection(output=tmp_path, traces=("chain",), policies=("belady", "g10"))
-    figures, samples = planner_policies.measure(selection)
-    assert len(samples) == 24 and all(key.startswith("chain | ") for key in samples)
-    assert [figure.name for figure in figures] == [
-        "plans faster than the lower bound",
-        "chain: belady, time / bound",
-        "chain: g10, time / bound",
-    ]
-    with pytest.raises(OptionsError, match="no trace chains; there are: chain;"):
-        traces(["chains"])
 
 
 def test_several_processes_find_the_same(chain: Trace, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from teraio.cli import commands
 from teraio.options import Options
 from teraio.watching import Status
 
-from .pages import CONTRIBUTING, DOCS, PAGES, README, ROOT, TRACES, Page, each_page
+from .pages import DOCS, PAGES, ROOT, TRACES, Page, each_page
 
 TOP_LEVEL = ("planner", "runtime", "teraio", "tests", "traces", "benchmarks", "examples", "docs", "tools")
 MADE_LATER = {"benchmarks/out"}
@@ -183,19 +183,6 @@ def test_every_error_is_in_the_troubleshooting() -> None:
     headings = set(re.findall(r"^## (\w+Error)$", page.text, re.MULTILINE))
     assert headings == set(planner.errors.__all__) - {"TeraioError"}
     assert "`TeraioError`" in page.text
-
-
-def test_the_readme_is_short() -> None:
-    assert 90 <= len(README.text.splitlines()) <= 120
-
-
-def test_both_pages_show_the_same_picture() -> None:
-    (picture,) = [code for code in README.code("") if "torch.compile" in code]
-    assert picture in DOCS["how-it-works"].code("")
-
-
-def test_contributing_is_one_page() -> None:
-    assert len(CONTRIBUTING.text.splitlines()) <= 90
 
 
 @each_page

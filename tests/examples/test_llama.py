@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from examples import train_llama
 from examples.llama import SIZES, Llama, LlamaConfig, llama
 from examples.memory import give_free_memory_back, reset_peak, resident_bytes
-from examples.training import Report, Setting, Training
+from examples.training import Setting, Training
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = LlamaConfig(layers=2, width=64, heads=4, key_value_heads=2, feed_forward=96, vocabulary=256, tied=True, context=32)
@@ -101,18 +101,6 @@ def test_a_loss_in_pieces_and_checkpointed_layers_give_the_same_loss_and_gradien
         torch.testing.assert_close(one, other)
     plain, checkpointed = (loss_and_gradients(torch.float32, checkpointed_layers=count) for count in (0, 2))
     assert all(torch.equal(one, other) for one, other in zip(plain, checkpointed, strict=True))
-
-
-def test_bf16_gives_a_loss_in_fp32_near_that_of_fp32_weights() -> None:
-    torch.manual_seed(0)
-    wide = llama(SMALL)
-    narrow = llama(SMALL, dtype=torch.bfloat16)
-    narrow.load_state_dict(wide.state_dict())
-    loss = narrow(*rows())
-    assert loss.dtype is torch.float32
-    assert {parameter.dtype for parameter in narrow.parameters()} == {torch.bfloat16}
-    assert loss.item() == pytest.approx(wide(*rows()).item(), rel=1e-3)
-    assert loss.item() != loss.bfloat16().item()
 
 
 def test_weights_exist_once_while_they_are_made() -> None:
@@ -203,11 +191,6 @@ def test_what_is_refused(
     outcome = call(*arguments)
     assert outcome.exit_code == code and message in " ".join(outcome.output.split())
     assert code == 2 or outcome.output.startswith("OptionsError: ") and len(outcome.output.splitlines()) == 1
-
-
-def test_the_summary_of_a_gpu_tells_allocated_from_reserved() -> None:
-    report = Report(peak_bytes=3 << 20, peak_reserved_bytes=5 << 20, rest_bytes=0, parameters=10**6, status=None)
-    assert "allocated device memory 3 MiB, of reserved 5 MiB" in train_llama.summary(report)
 
 
 @pytest.mark.long

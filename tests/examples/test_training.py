@@ -1,7 +1,6 @@
 """The demo's parts: repeatable text, a model that learns it, memory as the system sees it, and its verdict."""
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,21 +9,13 @@ import pytest
 import torch
 
 from examples.gpt import GPT, GPTConfig
-from examples.memory import give_free_memory_back, resident_bytes
 from examples.report import Run, faults, losses_table, summary_table
 from examples.text import batches, standard_library_text
 from examples.train_larger import live, table
-from examples.training import Report, Setting, Step, Training, computing_seconds, covered
+from examples.training import Report, Setting, Step, computing_seconds
 from examples.worker import Worker, WorkerFailed
 
 TINY = GPTConfig(layers=2, width=32, heads=2, context=64)
-
-
-def test_the_text_is_python_and_the_same_every_time() -> None:
-    text = standard_library_text(200_000)
-    assert len(text) == 200_000
-    assert b"def __init__(self" in bytes(text.tolist())
-    assert torch.equal(text, standard_library_text(200_000))
 
 
 def test_targets_are_the_next_bytes() -> None:
@@ -32,18 +23,6 @@ def test_targets_are_the_next_bytes() -> None:
     for tokens, targets in itertools.islice(batches(text, batch=3, context=16, seed=7), 4):
         assert tokens.shape == targets.shape == (3, 16)
         assert torch.equal(tokens[:, 1:], targets[:, :-1])
-
-
-def test_checkpointed_layers_give_the_same_loss_and_gradients() -> None:
-    tokens, targets = next(batches(standard_library_text(10_000), batch=2, context=64, seed=1))
-    results = []
-    for checkpointed in (0, 2):
-        torch.manual_seed(0)
-        model = GPT(replace(TINY, checkpointed_layers=checkpointed))
-        loss = model(tokens, targets)
-        loss.backward()
-        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_a_worker_trains_in_its_own_process(tmp_path: Path) -> None:
@@ -77,29 +56,6 @@ def test_a_worker_that_hangs_or_takes_too_long_is_ended(limit: dict[str, float],
         Worker(Setting(backend="eager", model=TINY), tmp_path / "log", **limit)
 
 
-def test_steps_in_a_group_are_the_same_steps() -> None:
-    setting = Setting(backend="eager", model=TINY, batch=4, text_bytes=100_000)
-    one_by_one, grouped = Training(setting), Training(setting)
-    single = [one_by_one.step() for _ in range(5)]
-    groups = [grouped.steps(2), grouped.steps(3)]
-    assert [group.loss for group in groups] == [single[1].loss, single[4].loss]
-    assert [group.iterations for group in groups] == [2, 3] and single[0].iterations == 1
-    assert all(0 < group.optimizer_seconds < group.seconds for group in groups)
-
-
-def test_resident_bytes_see_an_allocation() -> None:
-    give_free_memory_back()  # what other tests left would be used again
-    before = resident_bytes()["RssAnon"]
-    kept = torch.ones(32 << 20, dtype=torch.uint8)
-    assert resident_bytes()["RssAnon"] - before > 0.9 * len(kept)
-
-
-def test_the_profiler_sees_the_device_at_work() -> None:
-    training = Training(Setting(backend="eager", model=TINY, batch=2, text_bytes=100_000))
-    assert 1e-4 < training.busy_seconds() < 60
-    training.finish()
-
-
 def test_computing_is_what_ran_on_the_device_but_copies() -> None:
     def event(name: str, start: float, end: float, device: str = "CUDA", annotation: bool = False) -> SimpleNamespace:
         span, kind = SimpleNamespace(start=start, end=end), SimpleNamespace(name=device)
@@ -116,11 +72,6 @@ def test_computing_is_what_ran_on_the_device_but_copies() -> None:
     ]
     assert computing_seconds(events, "CUDA") == pytest.approx(30e-6)
     assert computing_seconds(events, "CPU") == pytest.approx(100e-6)
-
-
-def test_spans_that_overlap_count_once() -> None:
-    assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.7)]) == 4.0
-    assert covered([]) == 0.0
 
 
 def test_a_model_larger_than_its_budgets_lives_within_them(tmp_path: Path) -> None:

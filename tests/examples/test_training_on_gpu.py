@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.profiler import ProfilerActivity
 
 from benchmarks import gpu_links
 from benchmarks.rival_training import RivalSetting, RivalTraining
-from examples import training as training_of
 from examples.llama import SIZES
 from examples.training import Setting, Training
 
@@ -73,21 +70,6 @@ def test_a_training_measures_by_the_gpus_events_and_its_allocator(calls: list[An
     assert 0 < step.optimizer_seconds < step.seconds and step.iterations == 2
     report = training.finish()
     assert (report.peak_bytes, report.peak_reserved_bytes, report.rest_bytes) == (7 * MIB, 8 * MIB, 0)
-
-
-def test_kernels_alone_count_as_computing(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def event(name: str, start: float, end: float, device: str = "CUDA") -> Any:
-        span, where = SimpleNamespace(start=start, end=end), SimpleNamespace(name=device)
-        return SimpleNamespace(name=name, time_range=span, device_type=where, is_user_annotation=False)
-
-    seen = [event("gemm", 0, 2e6), event("Memcpy HtoD (Pinned -> Device)", 2e6, 9e6), event("aten::mm", 0, 9e6, "CPU")]
-
-    def profile(activities: list[ProfilerActivity]) -> AbstractContextManager[Any]:
-        assert activities == [ProfilerActivity.CUDA]
-        return nullcontext(SimpleNamespace(events=lambda: seen))
-
-    monkeypatch.setattr(training_of, "profile", profile)
-    assert Training(Setting.model_validate(setting())).busy_seconds() == 2.0
 
 
 def test_saved_activations_are_pinned(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,12 +58,6 @@ def test_the_folder_for_a_bare_machine_misses_what_is_not_installed() -> None:
     ]
 
 
-def test_every_line_has_a_part_and_a_reason() -> None:
-    wheels = list(gpu_wheels.wheels())
-    assert {wheel.part for wheel in wheels} == set(gpu_wheels.PARTS)
-    assert all(wheel.why and wheel.name in wheel.requirement for wheel in wheels)
-
-
 def test_what_is_missing_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(gpu_wheels, "is_installed", lambda name: name not in ("pydantic-core", "rapids-logger"))
     assert not gpu_wheels.report(), "teraio itself lacks one"

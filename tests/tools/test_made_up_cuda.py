@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,9 +60,3 @@ def test_too_little_room_for_an_environment_is_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(made_up_gpu_tests.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     with pytest.raises(SystemExit, match=r"has 1,000 bytes free, the CUDA build .* MADE_UP_ENVS"):
         made_up_gpu_tests.environment("2.99.0", [])
-
-
-def test_sizes() -> None:
-    assert launcher.size("6GiB") == 6 << 30 and launcher.size("1.5MiB") == 3 << 19 and launcher.size("7") == 7
-    with pytest.raises(argparse.ArgumentTypeError, match="found '6 gigs', wanted a size such as 6GiB"):
-        launcher.size("6 gigs")
