@@ -7,7 +7,8 @@ import random
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -119,10 +120,17 @@ class Machine(ABC):
             self.check()
         self.finish()
 
-    def region(self, steps: int) -> None:
-        """Run a compiled region of stages, hints and deaths, then user code."""
+    @contextmanager
+    def in_region(self) -> Iterator[None]:
+        """A region that the pager is told of, with what the test does in it."""
         with self.device.region():
             self.pager.enter_region()
+            yield
+            self.pager.leave_region()
+
+    def region(self, steps: int) -> None:
+        """Run a compiled region of stages, hints and deaths, then user code."""
+        with self.in_region():
             if self.parks and self.draw.random() < 0.5:
                 self.pager.parking.wake()
             for _ in range(steps):
@@ -131,7 +139,6 @@ class Machine(ABC):
                 self.time_passes()
             while self.host_work:
                 self.update_on_host()
-            self.pager.leave_region()
         if self.parks and self.draw.random() < 0.2:
             self.park()
         self.between_regions = True
@@ -140,10 +147,8 @@ class Machine(ABC):
 
     def park(self) -> None:
         """Empty the device between two regions; the next one wakes it, or later ones bring in what they need."""
-        with self.device.region():
-            self.pager.enter_region()
+        with self.in_region():
             self.pager.parking.park()
-            self.pager.leave_region()
         assert not self.pager.account.used_bytes, "all blocks can leave, and the lower tiers have room"
 
     def pick(self, most: int) -> list[Block]:
@@ -305,13 +310,11 @@ class Machine(ABC):
 
     def finish(self) -> None:
         """Bring back all that is left, one by one, and check that it is as it was written."""
-        with self.device.region():
-            self.pager.enter_region()
+        with self.in_region():
             for block in list(self.tensors):
                 self.renew([block])
                 self.pager.acquire([block], 0, "finish")
                 self.kernel(Lane.COMPUTE, block, None)
                 self.pager.retire([block], [])
-            self.pager.leave_region()
         self.finish_queued()
         self.check()

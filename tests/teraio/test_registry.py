@@ -82,26 +82,6 @@ def test_optimizers_are_managed_by_later_runs_too(registry: Registry) -> None:
         registry.manage_optimizer([sgd])  # type: ignore[arg-type]
 
 
-def test_runs_that_were_not_used_are_closed(registry: Registry) -> None:
-    used: Any = registry.run_for(Options(), CPU)
-    unused: Any = registry.run_for(Options(checksums=True), CPU)
-    used.unused = False
-    registry.forget_unused()
-    assert registry.runs() == (used,) and (used.closed, unused.closed) == ([], [False])
-
-
-def test_a_run_takes_over_from_the_one_that_manages_all_parameters(registry: Registry) -> None:
-    first, second, third = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
-    sgd = torch.optim.SGD([first, second])
-    before: Any = registry.run_for(Options(), CPU, [first, second])
-    other: Any = registry.run_for(Options(checksums=True), CPU, [third])
-    before.known, before.managed, other.known = [first, second], [sgd], [third]
-    assert registry.run_for(Options(), CPU, [first]) is before
-    after: Any = registry.run_for(Options(debug=True), CPU, [first, second])
-    assert registry.runs() == (other, after) and before.closed == [True]
-    assert after.expected == [sgd] and not other.closed and not other.expected
-
-
 def test_all_runs_that_are_taken_over_end_even_if_one_fails(registry: Registry) -> None:
     """Else its blocks would stay in lower tiers, and nobody would know of the run any more."""
     parameter = torch.nn.Parameter(torch.zeros(2))

@@ -97,8 +97,7 @@ def test_an_allocator_without_memory_in_one_piece_costs_time_only(tiers: Sequenc
 def dies_while_it_arrives(machine: SimulatedMachine) -> None:
     """A block is prefetched and freed before its copy in has ended. A stage makes another block at once."""
     machine.slow(Lane.INWARD)
-    with machine.device.region():
-        machine.pager.enter_region()
+    with machine.in_region():
         block = machine.made()
         machine.pager.offload(block)
         machine.device.synchronise()
@@ -107,14 +106,12 @@ def dies_while_it_arrives(machine: SimulatedMachine) -> None:
         machine.pager.prefetch(block)
         del machine.tensors[block], machine.expected[block]
         machine.made()
-        machine.pager.leave_region()
 
 
 def arrives_while_user_code_runs(machine: SimulatedMachine) -> None:
     """User code reads a block and frees it. Then a drive frees memory for a prefetch, which may get the same memory."""
     machine.slow(Lane.USER)
-    with machine.device.region():
-        machine.pager.enter_region()
+    with machine.in_region():
         fetched, leaving, seen = machine.made(), machine.made(), machine.made(visible=True)
         machine.pager.offload(fetched, "host")
         machine.device.synchronise()
@@ -123,7 +120,6 @@ def arrives_while_user_code_runs(machine: SimulatedMachine) -> None:
         machine.pager.offload(leaving, "storage")
         machine.pager.prefetch(fetched)
         assert fetched.state is State.OFFLOADED, "there is no room yet"
-        machine.pager.leave_region()
     machine.between_regions = True
     machine.kernel(Lane.USER, seen, None)
     del machine.tensors[seen], machine.expected[seen]
@@ -135,16 +131,14 @@ def arrives_while_user_code_runs(machine: SimulatedMachine) -> None:
 def leaves_twice_before_the_fence(machine: SimulatedMachine) -> None:
     """At the end of a region, a copy to a drive ends before an earlier copy to the host tier."""
     machine.slow(Lane.OUTWARD)
-    with machine.device.region():
-        machine.pager.enter_region()
+    with machine.in_region():
         block = machine.made(visible=True)
         machine.pager.offload(block, "host")
         machine.pager.acquire([block], 0, "write")
         machine.kernel(Lane.COMPUTE, block, machine.new_value())
         machine.pager.retire([block], [block])
         machine.pager.offload(block, "storage")
-        machine.pager.leave_region()
-        assert block.state is State.OFFLOADED
+    assert block.state is State.OFFLOADED
 
 
 def memory_of_the_user_is_unmapped(machine: SimulatedMachine) -> None:
@@ -152,8 +146,7 @@ def memory_of_the_user_is_unmapped(machine: SimulatedMachine) -> None:
     machine.slow(Lane.OUTWARD, Lane.COMPUTE)
     value = machine.new_value()
     tensor = machine.allocated_by_user(value)
-    with machine.device.region():
-        machine.pager.enter_region()
+    with machine.in_region():
         block = machine.adopt(tensor, value)
         machine.pager.offload(block)
         machine.pager.acquire([], machine.unit, "the next stage")  # takes the memory of the block
@@ -161,7 +154,6 @@ def memory_of_the_user_is_unmapped(machine: SimulatedMachine) -> None:
         machine.device.arena.unmap()
         machine.device.synchronise()
         machine.pager.retire([], [])
-        machine.pager.leave_region()
 
 
 def another_device_is_current(machine: SimulatedMachine) -> None:
@@ -174,8 +166,7 @@ def leaves_clean_after_its_last_use(machine: SimulatedMachine) -> None:
     """A parameter whose copy is valid leaves without a copy, while a stage still reads it. Then its memory is unmapped."""
     value = machine.new_value()
     tensor = machine.allocated_by_user(value)
-    with machine.device.region():
-        machine.pager.enter_region()
+    with machine.in_region():
         block = machine.adopt(tensor, value)
         machine.pager.offload(block)
         machine.pager.acquire([block], 0, "read")
@@ -185,20 +176,17 @@ def leaves_clean_after_its_last_use(machine: SimulatedMachine) -> None:
         assert block.copy_is_valid
         machine.pager.offload(block)
         machine.device.arena.unmap()
-        machine.pager.leave_region()
 
 
 def dies_while_it_leaves(machine: SimulatedMachine) -> None:
     """A block is freed while its copy out still reads it. Then its memory is unmapped."""
     machine.slow(Lane.OUTWARD)
-    with machine.device.region():
-        machine.pager.enter_region()
+    with machine.in_region():
         block = machine.made()
         machine.pager.offload(block)
         del machine.tensors[block], machine.expected[block]
         machine.pager.forget_dead()
         machine.device.arena.unmap()
-        machine.pager.leave_region()
 
 
 def freed_by_the_stage_that_reads_it(machine: SimulatedMachine) -> None:
@@ -206,13 +194,11 @@ def freed_by_the_stage_that_reads_it(machine: SimulatedMachine) -> None:
     machine.slow(Lane.COMPUTE)
     value = machine.new_value()
     tensor = machine.allocated_by_user(value)
-    with machine.device.region():
-        machine.pager.enter_region()
+    with machine.in_region():
         block = machine.adopt(tensor, value)
         del tensor, machine.tensors[block], machine.expected[block]
         machine.pager.forget_dead()
         machine.device.arena.unmap()
-        machine.pager.leave_region()
 
 
 BLOCKS: dict[Scene, int] = {
@@ -251,11 +237,9 @@ def test_scenes(scene: Scene, debug: bool) -> None:
 def test_the_end_waits_for_copies_from_memory_that_goes() -> None:
     machine = SimulatedMachine(0, budget_blocks=2, tiers=("host",))
     machine.slow(Lane.INWARD)
-    with machine.device.region():
-        machine.pager.enter_region()
+    with machine.in_region():
         block = machine.made(visible=True)
         machine.pager.offload(block)
-        machine.pager.leave_region()
     assert block.state is State.OFFLOADED
     with machine.device.region():
         machine.pager.closing.bring_back()
@@ -278,15 +262,13 @@ def test_copies_that_begin_together_share_marks_and_are_counted_without_gaps() -
         return marks[-1]
 
     machine.device.mark_lane = noted  # type: ignore[method-assign]
-    with machine.device.region():
-        machine.pager.enter_region()
+    with machine.in_region():
         blocks = [machine.made() for _ in range(4)]
         machine.pager.offload_all([(block, "host") for block in blocks[:3]])
         together = len(marks)
         machine.pager.offload(blocks[3])
         machine.device.synchronise()
         machine.pager.forget_dead()
-        machine.pager.leave_region()
     assert (together, len(marks)) == (4, 6)
     assert machine.mover.moved_bytes["device->host"] == sum(block.size_bytes for block in blocks)
     busy = marks[3].at_step - marks[0].at_step + marks[5].at_step - marks[4].at_step
@@ -307,8 +289,7 @@ def test_a_stage_waits_once_for_copies_in_that_follow_each_other() -> None:
         waits.append(lane)
         wait(lane, event)
 
-    with machine.device.region():
-        machine.pager.enter_region()
+    with machine.in_region():
         blocks = [machine.made() for _ in range(4)]
         machine.pager.offload_all([(block, "host") for block in blocks])
         machine.device.synchronise()
@@ -324,7 +305,6 @@ def test_a_stage_waits_once_for_copies_in_that_follow_each_other() -> None:
             for block in stage:
                 machine.kernel(Lane.COMPUTE, block, None)
             machine.pager.retire(stage, [])
-        machine.pager.leave_region()
     machine.device.synchronise()
     assert not machine.wrong
     machine.finish()

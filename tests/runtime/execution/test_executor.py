@@ -21,13 +21,6 @@ from ..memory_mover import UNIT, Bench
 from .programs import MIB, WIDTH, Recorder, chain, filled, managed, program, stage
 
 
-def test_straight_through() -> None:
-    arguments = [filled(3), filled(4)]
-    difference, nothing, total = run_plain(chain(), arguments)
-    assert arguments == [] and nothing is None
-    assert difference.tolist() == filled(11).tolist() and total.tolist() == filled(7).tolist()
-
-
 @pytest.mark.parametrize("budget", [None, 3, 4, 5])
 def test_managed_gives_the_same_under_any_budget_and_without_a_mover(budget: int | None) -> None:
     bench = Bench(None if budget is None else budget * WIDTH)
@@ -207,17 +200,6 @@ def test_an_error_of_the_storage_tier() -> None:
     assert difference.tolist() == filled(11).tolist()
 
 
-def test_prefetches_begin_with_the_stage_that_they_are_for() -> None:
-    bench = Bench(6 * WIDTH)
-    other = bench.make("other", 2)
-    bench.pager.offload(other)
-    bench.mover.finish_all()
-    managed(chain(), [filled(3), filled(4)], bench, Recorder(fetch={1: [other]}))
-    assert other.state is State.PREFETCHING
-    bench.mover.finish_all()
-    assert other.state is State.ON_DEVICE
-
-
 # -- stages that run between those of a program
 
 
@@ -356,14 +338,6 @@ def test_a_run_during_which_blocks_have_moved_measures_nothing() -> None:
             moves += moved
         seen.append(meter.workspace_bytes(base))
     assert seen == [7, 100, 100, 300, 300], "two runs count, of those in which nothing else has happened"
-
-
-def test_without_a_measurement_the_estimate_stays() -> None:
-    meter = WorkspaceMeter(None)
-    base = stage("x", lambda a: (a,), (0,), (1,))
-    with meter.watching(base):
-        base.run([torch.ones(WIDTH)])
-    assert meter.workspace_bytes(base) == base.workspace_bytes
 
 
 def test_a_workspace_does_not_depend_on_who_else_holds_the_inputs() -> None:

@@ -124,12 +124,10 @@ def away(machine: SimulatedMachine, tier: str) -> Block:
 def test_memory_that_a_block_gives_up_between_regions_is_poisoned_before_user_code_gets_it(seed: int) -> None:
     machine = SimulatedMachine(seed, budget_blocks=1, tiers=("storage",), debug=True)
     machine.slow(Lane.COMPUTE)
-    with machine.device.region():
-        machine.pager.enter_region()
+    with machine.in_region():
         block = machine.made()
         address = block.address
         machine.pager.offload(block, "storage")
-        machine.pager.leave_region()
     machine.device.synchronise()
     assert machine.drive.finish() and block.state is State.OFFLOADED
     assert ctypes.string_at(address, UNIT) == POISONED * UNIT

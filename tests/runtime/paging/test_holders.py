@@ -4,35 +4,16 @@ from __future__ import annotations
 
 import gc
 
-import numpy as np
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from runtime.paging import Pager, StorageOwnership, given_away, holder_of
+from runtime.paging import Pager, StorageOwnership, holder_of
 
 
 class Owner:
     """Stands for a mover."""
-
-
-def test_the_tensors_whose_memory_is_held() -> None:
-    given, kept, frozen = (torch.nn.Parameter(torch.zeros(4), requires_grad=i < 2) for i in range(3))
-    held = [np.from_dlpack(given.detach()), torch.from_dlpack(frozen)]
-    found = given_away([given, kept, frozen])
-    assert len(found) == 2 and found[0] is given and found[1] is frozen
-    del held
-    assert given_away([given, kept, frozen]) == []
-
-
-def test_aliases_views_and_what_autograd_holds_do_not_count() -> None:
-    weight = torch.nn.Parameter(torch.zeros(4, 4))
-    data = weight.data
-    views = [data.view(-1), data[0], weight.detach().T, weight[0]]
-    due = (weight @ torch.ones(4)).sum()
-    assert given_away([weight]) == []
-    del views, due
 
 
 def test_a_storage_has_one_owner_until_that_one_is_gone_and_none_if_it_is_left() -> None:
