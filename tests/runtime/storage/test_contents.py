@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from planner.errors import ChecksumError, StorageError, StorageIOError
 from runtime.storage import ALIGNMENT_BYTES as PAGE
-from runtime.storage import Chunk, Extent, PageSums, PosixStore, Slot, UnchangedChunks, cut_slot, in_turns, slot_range
+from runtime.storage import Checksums, Chunk, Extent, PageSums, PosixStore, Slot, UnchangedChunks, cut_slot, in_turns, slot_range
 
 from ..memory import Memory, flip_a_bit
 
@@ -119,6 +119,30 @@ def each(copy: Copy, slot: Slot, memory: Memory, chunk_bytes: int = CHUNK) -> li
     for chunk in chunks:
         copy(slot, chunk, memory.address)
     return chunks
+
+
+@pytest.mark.parametrize("read_as", ["the whole slot", "a range", "small pieces"])
+@pytest.mark.parametrize("written_as", ["the whole slot", "a range"])
+def test_damage_is_found_however_it_was_written_and_read(
+    store: PosixStore, slot: Slot, memory: Memory, written_as: str, read_as: str
+) -> None:
+    checksums = Checksums(store.write_chunk, store.read_chunk)
+    each(checksums.write_chunk, slot, memory)
+    part = slot_range(slot, 100 * PAGE, 60 * PAGE)  # in both files
+    if written_as == "a range":
+        memory.fill()
+        each(checksums.write_chunk, part, memory)
+    for copy, chunk_bytes in ((slot, CHUNK), (part, 7 * PAGE)):
+        each(checksums.read_chunk, copy, memory, chunk_bytes)  # nothing is damaged yet
+    damaged = cut_slot(part, CHUNK)[-1]
+    flip_a_bit(damaged.extent, damaged.file_offset_bytes - damaged.extent.offset_bytes + 3 * PAGE + 17)
+    again, chunk_bytes = {"the whole slot": (slot, CHUNK), "a range": (part, CHUNK), "small pieces": (part, PAGE)}[read_as]
+    with pytest.raises(ChecksumError) as raised:
+        each(checksums.read_chunk, again, memory, chunk_bytes)
+    expected = (str(damaged.extent.path), damaged.file_offset_bytes + 3 * PAGE, slot.name)
+    assert (raised.value.path, raised.value.offset_bytes, raised.value.block) == expected
+    checksums.forget(slot)
+    each(checksums.read_chunk, again, memory, chunk_bytes)
 
 
 def held(unchanged: UnchangedChunks, slot: Slot, memory: Memory) -> list[bool]:
