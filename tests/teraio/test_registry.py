@@ -82,6 +82,14 @@ def test_optimizers_are_managed_by_later_runs_too(registry: Registry) -> None:
         registry.manage_optimizer([sgd])  # type: ignore[arg-type]
 
 
+def test_runs_that_were_not_used_are_closed(registry: Registry) -> None:
+    used: Any = registry.run_for(Options(), CPU)
+    unused: Any = registry.run_for(Options(checksums=True), CPU)
+    used.unused = False
+    registry.forget_unused()
+    assert registry.runs() == (used,) and (used.closed, unused.closed) == ([], [False])
+
+
 def test_all_runs_that_are_taken_over_end_even_if_one_fails(registry: Registry) -> None:
     """Else its blocks would stay in lower tiers, and nobody would know of the run any more."""
     parameter = torch.nn.Parameter(torch.zeros(2))

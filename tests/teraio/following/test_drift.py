@@ -249,6 +249,16 @@ def expected(stalled: dict[int, float] | None = None) -> Expectation:
     return replace(EXPECTED, iteration_seconds=float(COUNT), stall_seconds=stalls)
 
 
+def test_predicted_waiting_trifles_and_other_blocks_are_not_lateness(found: corrections.Corrections) -> None:
+    for _ in range(3):
+        assert not found.note({(0, 8): 2.0, (1, 3): 0.009}, 2.0, expected({8: 2.0}))
+    for _ in range(3):
+        assert not found.note({(0, 5): 2.0, (7, 8): 2.0}, 4.0, expected()), "the plan fetches none of these there"
+    for _ in range(2):
+        found.note({(0, 8): 3.0}, 3.0, expected({8: 2.0}))
+    assert found.shifts == {0: 0.5}
+
+
 def test_corrections_that_help_stay_and_are_bounded(found: corrections.Corrections) -> None:
     for waited in (3.0, 3.0, *[2.0] * 30):
         found.note({(0, 8): waited}, waited, expected())

@@ -143,6 +143,15 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(monkeypatch)
 
 
+def test_there_is_one_job_at_a_time(rig: Rig) -> None:
+    rig.background.start(rig.trace, BUDGETS)
+    rig.background.start(rig.trace, BUDGETS)
+    first, second = rig.jobs.started
+    assert first.cancelled and not second.cancelled
+    rig.background.cancel()
+    assert second.cancelled and not rig.background.busy
+
+
 def test_budgets_leave_out_states_that_always_stay_in_a_lower_tier(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     without = rig.background.budgets(rig.profile)
     assert without.host_bytes is None and without.storage_bytes is None, "without lower tiers nothing limits them"
