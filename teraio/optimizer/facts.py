@@ -112,7 +112,9 @@ class OptimizerFacts:
             states_per_parameter=_states_per_parameter(name, optimizer.param_groups) if from_torch else promised,
             temporary_copies=promise.temporary_copies if promise is not None else 0 if fused else copies,
             foreach=promise.foreach if promise is not None else True if any(ways) else None if None in ways else False,
-            whole_because=_reason_to_stay_whole(optimizer, by_parameter or promise is not None),
+            whole_because=_reason_to_stay_whole(
+                optimizer, from_torch=from_torch, by_parameter=by_parameter or promise is not None
+            ),
             off_host_because=_reason_against_host(optimizer, elementwise, is_alone),
         )
 
@@ -185,9 +187,13 @@ def _states_per_parameter(name: str, groups: list[dict[str, Any]]) -> int:
             return 2 + int(any(group.get("amsgrad") for group in groups))
 
 
-def _reason_to_stay_whole(optimizer: Optimizer, by_parameter: bool) -> str | None:
-    if not by_parameter or not hasattr(type(optimizer).step, "__wrapped__"):
-        return "its update is not known to treat each parameter by itself"
+def _reason_to_stay_whole(optimizer: Optimizer, *, from_torch: bool, by_parameter: bool) -> str | None:
+    hooked = hasattr(type(optimizer).step, "__wrapped__")
+    if not by_parameter or not hooked:
+        unknown = "its update is not known to treat each parameter by itself"
+        if from_torch or not hooked:  # no promise is taken for these
+            return unknown
+        return f"{unknown} (if it does, promise that: manage_optimizer(optimizer, independent='elements' or 'parameters'))"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "it is differentiable"
     # A hook that runs after teraio's may still change gradients. A hook that runs before it must see all parameters.

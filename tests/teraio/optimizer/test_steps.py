@@ -153,7 +153,10 @@ def test_an_optimizer_of_the_user_s_own(started: Start, budget: int | None, capl
     optimizer = AdamW(training.parameters)
     with caplog.at_level(logging.INFO, logger="teraio"):
         training.train(optimizer, 5)
-    assert caplog.messages == ["AdamW is updated as a whole: its update is not known to treat each parameter by itself"]
+    assert caplog.messages == [
+        "AdamW is updated as a whole: its update is not known to treat each parameter by itself (if it does, promise that: "
+        "manage_optimizer(optimizer, independent='elements' or 'parameters'))"
+    ]
     assert same(everything(optimizer), plain(5, make=AdamW))
     assert all(block.pins == 0 for block in training.pager.blocks)
     wholes = [[s.name for s in i.stages if s.phase == "optimizer"] for i in training.iterations]
