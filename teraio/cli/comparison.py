@@ -7,7 +7,19 @@ from dataclasses import asdict
 
 import planner
 from planner.problem import SolverSettings, live_bytes
-from teraio.cli.output import Column, Data, Facts, Page, Table, budget_facts, data_of, exact_bytes, format_bytes, format_seconds
+from teraio.cli.output import (
+    Column,
+    Data,
+    Facts,
+    Page,
+    Table,
+    budget_facts,
+    data_of,
+    exact_bytes,
+    format_bytes,
+    format_seconds,
+    iteration_time,
+)
 
 Progress = Callable[[str], None]  # called with a text that says what is being planned now
 
@@ -100,7 +112,7 @@ def comparison_table(comparison: Data) -> Table:
     return Table(columns={"policy": "policy", **achieved, "note": "error"}, rows=comparison["verdicts"])
 
 
-def sweep_page(sweep: Data) -> Page:
+def sweep_page(sweep: Data, tokens: int | None) -> Page:
     """Show iteration time against device budget."""
     overview = {
         "trace": sweep["trace_name"],
@@ -109,10 +121,10 @@ def sweep_page(sweep: Data) -> Page:
         "floor (smallest budget)": exact_bytes(sweep["floor_bytes"]),
         "peak if nothing moves": exact_bytes(sweep["peak_bytes"]),
     }
-    return Facts(overview), sweep_table(sweep)
+    return Facts(overview), sweep_table(sweep, tokens)
 
 
-def sweep_table(sweep: Data) -> Table:
+def sweep_table(sweep: Data, tokens: int | None = None) -> Table:
     """Return a row for each device budget."""
 
     def note(point: Data) -> str:
@@ -120,18 +132,18 @@ def sweep_table(sweep: Data) -> Table:
         smaller = planned_for is not None and planned_for < point["device_bytes"]
         return f"the plan for {format_bytes(planned_for)}" if smaller else point["error"]
 
-    achieved = _achieved(">over the ideal", sweep["ideal_seconds"])
+    achieved = _achieved(">over the ideal", sweep["ideal_seconds"], tokens)
     return Table(columns={">device budget": "device_bytes", **achieved, "note": note}, rows=sweep["points"])
 
 
-def _achieved(over: str, seconds: float | None) -> Mapping[str, Column]:
+def _achieved(over: str, seconds: float | None, tokens: int | None = None) -> Mapping[str, Column]:
     """Return the columns of what a plan achieves. over: the name of that for its time beyond `seconds`."""
 
     def beyond(row: Data) -> str:
         return f"{row['predicted']['iteration_seconds'] / seconds - 1:.1%}" if row["predicted"] and seconds else ""
 
     return {
-        ">iteration": "predicted.iteration_seconds",
+        ">iteration": lambda row: row["predicted"] and iteration_time(row["predicted"]["iteration_seconds"], tokens),
         over: beyond,
         ">stall": "predicted.stall_seconds",
         ">recomputed": lambda row: row["predicted"] and format_seconds(row["predicted"].get("recompute_seconds", 0.0)),

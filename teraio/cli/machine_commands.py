@@ -22,7 +22,7 @@ from planner.schema import write_atomic
 from teraio.advice import Case
 from teraio.advice import advise as advice_of
 from teraio.cli import arguments
-from teraio.cli.arguments import AsJson, Device, Host, Rows, Storage, TraceFile, with_solver_options
+from teraio.cli.arguments import AsJson, Device, Host, Rows, Storage, Tokens, TraceFile, with_solver_options
 from teraio.cli.output import (
     Column,
     Data,
@@ -63,6 +63,7 @@ def capture(
         str | None,
         typer.Option(metavar="MODULE:FUNCTION", help="The training of that trace.", show_default="the one that is captured"),
     ] = None,
+    tokens: Tokens = None,
     as_json: AsJson = False,
     rows: Rows = 10,
 ) -> None:
@@ -83,7 +84,7 @@ def capture(
         )
     save(trace, output)
     summary = summarise_trace(trace)
-    show_or_print(summary, trace_page(summary, rows), as_json=as_json)
+    show_or_print(summary, trace_page(summary, rows, tokens), as_json=as_json)
 
 
 def _function_of(target: str) -> Callable[[], Any]:
@@ -113,6 +114,7 @@ def advise(
     drives: Annotated[int, typer.Option(min=1, help="Number of drives behind the storage tier of the trace.")] = 1,
     tbw: Annotated[str | None, typer.Option(help="Rated bytes written of each drive (TBW), such as 600TB.")] = None,
     plans: Annotated[Path | None, typer.Option(help="Directory for the traces and plans behind each line.")] = None,
+    tokens: Tokens = None,
     as_json: AsJson = False,
     *,
     settings: SolverSettings,
@@ -140,14 +142,21 @@ def advise(
             made=keep,
         )
     data = data_of(found)
-    show_or_print(data, _advice_page(data), as_json=as_json)
+    show_or_print(data, _advice_page(data, tokens), as_json=as_json)
     if found.answers[0].predicted is None:
         raise typer.Exit(1)
 
 
-def _advice_page(advice: Data) -> Page:
+def _advice_page(advice: Data, tokens: int | None) -> Page:
     """Show what was asked for, then each change beside it."""
     asked = advice["answers"][0]
+
+    def speed(answer: Data) -> str:
+        if answer["speed"] is None:
+            return ""
+        rate = tokens and answer["speed"] * tokens / asked["predicted"]["iteration_seconds"]
+        return f"{answer['speed']:.2f}x" + (f", {rate:,.0f} tokens/s" if rate else "")
+
     overview = {
         "trace": advice["trace_name"],
         **budget_facts(asked["budgets"]),
@@ -161,7 +170,7 @@ def _advice_page(advice: Data) -> Page:
         "fits": "fit",
         ">iteration": "predicted.iteration_seconds",
         ">without waiting": lambda answer: answer["predicted"] and format_seconds(answer["ideal_seconds"]),
-        ">speed": lambda answer: "" if answer["speed"] is None else f"{answer['speed']:.2f}x",
+        ">speed": speed,
         "held up by": _held_up,
         ">recomputed": lambda answer: answer["predicted"] and some_seconds(answer["predicted"].get("recompute_seconds")),
         ">written a day": _written,

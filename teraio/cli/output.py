@@ -172,6 +172,12 @@ def format_seconds(seconds: float) -> str:
     return "0 s" if seconds <= 0 else f"{seconds / 1e-9:.0f} ns"
 
 
+def iteration_time(seconds: float, tokens: int | None) -> str:
+    """Return "1.50 s", or "1.50 s, 5,461 tokens/s" for the tokens of an iteration."""
+    rate = f", {tokens / seconds:,.0f} tokens/s" if tokens and seconds > 0 else ""
+    return format_seconds(seconds) + rate
+
+
 def some_seconds(seconds: float | None) -> str:
     """Return "" for None and for 0, so that a fact is left out."""
     return format_seconds(seconds) if seconds else ""

@@ -16,6 +16,7 @@ from teraio.cli.output import (
     exact_bytes,
     format_bytes,
     format_seconds,
+    iteration_time,
     named,
     share,
     some_seconds,
@@ -187,7 +188,7 @@ def _stage_name(stage: int, trace: planner.Trace) -> str:
     return trace.stages[position].name + (" (next iteration)" if iteration else "")
 
 
-def plan_page(plan: Data, rows: int) -> Page:
+def plan_page(plan: Data, rows: int, tokens: int | None = None) -> Page:
     """Show overview, prediction, moves and re-runs, `rows` of each; with links, stalls and critical path if it was replayed."""
     solver, critical, predicted, processor = plan["solver"], plan["critical"], plan["predicted"], plan["host_processor"]
     ended = solver["status"] if solver["gap"] is None else f"{solver['status']}, gap {solver['gap']:.2%}"
@@ -206,7 +207,7 @@ def plan_page(plan: Data, rows: int) -> Page:
     }
     return (
         Facts(overview),
-        *([Facts(_prediction(predicted), title="predicted, per iteration")] if predicted else []),
+        *([Facts(_prediction(predicted, tokens), title="predicted, per iteration")] if predicted else []),
         _moves(plan["moves"], rows),
         _reruns(plan["reruns"], rows),
         links_table(plan["links"] or (), iteration),
@@ -214,10 +215,10 @@ def plan_page(plan: Data, rows: int) -> Page:
     )
 
 
-def _prediction(predicted: Data) -> dict[str, str]:
+def _prediction(predicted: Data, tokens: int | None) -> dict[str, str]:
     stall, iteration = predicted["stall_seconds"], predicted["iteration_seconds"]
     return {
-        "iteration": format_seconds(iteration),
+        "iteration": iteration_time(iteration, tokens),
         "without waiting": format_seconds(predicted["ideal_seconds"]),
         "recomputation": some_seconds(predicted.get("recompute_seconds")),
         "no plan is faster than": format_seconds(predicted["lower_bound_seconds"]),

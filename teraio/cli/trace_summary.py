@@ -8,7 +8,19 @@ from typing import TypeVar
 import planner
 from planner.problem import block_activities, host_updatable, live_bytes, live_bytes_by_kind, mean_active_fraction
 from planner.schema import WaitingTier
-from teraio.cli.output import Column, Data, Facts, Page, Table, data_of, exact_bytes, format_bytes, format_seconds, some_seconds
+from teraio.cli.output import (
+    Column,
+    Data,
+    Facts,
+    Page,
+    Table,
+    data_of,
+    exact_bytes,
+    format_bytes,
+    format_seconds,
+    iteration_time,
+    some_seconds,
+)
 
 _LEVELS = "·▁▂▃▄▅▆▇█"
 _COLUMNS = 60  # characters over which the stages are spread: a line of a terminal has room for them beside two columns
@@ -149,7 +161,7 @@ def _recompute(trace: planner.Trace) -> Data:
     }
 
 
-def trace_page(trace: Data, rows: int) -> Page:
+def trace_page(trace: Data, rows: int, tokens: int | None = None) -> Page:
     """Show overview, phases, kinds of blocks, optimizer subgroups, memory over time, links and their shared rates.
 
     Then `rows` each of the longest stages, of the largest blocks and of those with the longest inactive periods.
@@ -159,7 +171,7 @@ def trace_page(trace: Data, rows: int) -> Page:
         "made by": trace["created_by"],
         "fingerprint": trace["fingerprint"],
         "hardware": trace["hardware"]["name"],
-        "iteration without waiting": format_seconds(trace["ideal_seconds"]),
+        "iteration without waiting": iteration_time(trace["ideal_seconds"], tokens),
         "of that in collectives": some_seconds(trace["collective_seconds"]),
         "peak if nothing moves": f"{exact_bytes(trace['peak_bytes'])}, in {trace['peak_stage']}",
         "floor (smallest budget)": f"{exact_bytes(trace['floor_bytes'])}, set by {trace['floor_stage']}",

@@ -114,6 +114,18 @@ def test_sweep_as_a_table(run: RunCommand) -> None:
     assert re.search(r"^ *20 B +6\.00 s +0\.0%", result.out, re.MULTILINE)
 
 
+def test_tokens_a_second_stand_beside_every_time_of_an_iteration(run: RunCommand, tmp_path: Path) -> None:
+    made = tmp_path / "plan.json"
+    planned = run("plan", CHAIN_FILE, "--device", 20, "--tokens", 12_000, "-o", made)
+    replayed = run("simulate", CHAIN_FILE, made, "--tokens", 12_000)
+    assert [fact(result.out, "iteration") for result in (planned, replayed)] == ["6.00 s, 2,000 tokens/s"] * 2
+    swept = run("sweep", CHAIN_FILE, "--device", "20:30:2", "--tokens", 12_000)
+    assert len(re.findall(r"6\.00 s, 2,000 tokens/s", swept.out)) == 2
+    advised = run("advise", CHAIN_FILE, "--device", 20, "--tokens", 12_000)
+    assert "1.00x, 2,000 tokens/s" in advised.out
+    assert run("plan", CHAIN_FILE, "--device", 20, "--tokens", 0).code == 2
+
+
 # -- schema, help, version
 
 
