@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.autograd.graph import save_on_cpu
 
-from planner.errors import UnsupportedError
+from planner.errors import BudgetError, UnsupportedError
 from runtime.execution import Program, Reruns, Stage, WorkspaceMeter
 from runtime.paging import Block, CopyRates, State
 
@@ -30,11 +30,14 @@ class Passes:
         self.recorder = Recorder(kept=kept)
         self.runs: list[str] = []
         self.input = filled(3)
+        self.fails: Exception | None = None
         self.saved: list[torch.Tensor] = []
 
     def noted(self, name: str, run: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor]]:
         def noting(*values: torch.Tensor) -> tuple[torch.Tensor]:
             self.runs.append(name)
+            if self.fails is not None:
+                raise self.fails
             return (run(*values),)
 
         return noting
@@ -186,6 +189,17 @@ def test_sources_change_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(held) > 4 and all(held)
 
 
+def test_a_stage_that_fails_can_be_repeated() -> None:
+    passes = passed()
+    passes.drop()
+    passes.fails = RuntimeError("out of luck")
+    with pytest.raises(RuntimeError, match="out of luck"):
+        passes.backward()
+    assert all(block.state is State.DROPPED and not block.pins for block in passes.blocks())
+    passes.fails = None
+    assert passes.backward() == [28]
+
+
 def test_without_a_plan_stages_that_need_nothing_else_kept_may_run_again() -> None:
     """The last stage reads the intermediate, which would have to be kept for it."""
     passes = Passes(kept=None)
@@ -225,6 +239,34 @@ def test_making_room_for_one_may_drop_another() -> None:
     passes.bench.make("filling", 2)
     passes.runs.clear()
     assert passes.backward() == [13] and passes.runs == ["triple", "add"]
+
+
+def test_under_a_budget_inputs_wait_in_a_lower_tier() -> None:
+    passes = passed(budget=5 * WIDTH)
+    passes.drop()
+    others = [passes.bench.make(f"other {number}", WIDTH // 16) for number in range(3)]
+    assert passes.backward() == [28]
+    assert passes.bench.pager.account.peak_bytes <= 5 * WIDTH
+    assert [passes.bench.value(block.name) for block in others] == [1, 1, 1]
+
+
+def test_a_stage_that_does_not_fit_again_stays_dropped() -> None:
+    passes = passed()
+    passes.drop()
+    passes.bench.pager.account.budget_bytes = WIDTH
+    with pytest.raises(BudgetError, match="recompute/"):
+        passes.backward()
+    passes.bench.pager.account.budget_bytes = None
+    assert passes.backward() == [28]
+
+
+def test_everything_can_be_brought_back() -> None:
+    passes = passed()
+    passes.drop()
+    reruns = Reruns(passes.bench.pager, passes.recorder, WorkspaceMeter(None))
+    reruns.make_anew(passes.blocks())
+    passes.bench.pager.closing.bring_back()
+    assert [set(tensor.tolist()) for tensor in passes.saved] == [{4.0}, {24.0}]
 
 
 @pytest.mark.parametrize("base", ["held", "gone"])
