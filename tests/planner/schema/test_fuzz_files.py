@@ -158,6 +158,26 @@ def test_damaged_files(tmp_path: Path, whole: Content, model: Model) -> None:
     assert DAMAGED // 2 < refused < DAMAGED
 
 
+def test_the_command_line_never_shows_a_traceback(tmp_path: Path, whole: Content) -> None:
+    chance = random.Random(4)
+    trace, made, hostile = tmp_path / "trace.json", tmp_path / "plan.json", tmp_path / "hostile.json"
+    trace.write_text(json.dumps(whole[Trace]))
+    made.write_text(json.dumps(whole[Plan]))
+    codes = set()
+    for number in range(by_profile(ci=40, long=240)):
+        model = (Trace, Plan)[number % 2]
+        place = chance.choice(list(places(whole[model])))
+        hostile.write_text(replaced(whole[model], place, chance.choice(HOSTILE)))
+        commands: list[list[object]] = [["inspect", hostile], ["inspect", hostile, "--json"]]
+        if model is Trace:
+            commands += [["simulate", hostile, made], ["plan", hostile, "--device", "20", "--policy", "belady"]]
+            commands += [["inspect", made, "--trace", hostile]]
+        else:
+            commands += [["simulate", trace, hostile], ["inspect", hostile, "--trace", trace]]
+        codes.add(teraio(*chance.choice(commands))[0])
+    assert codes == {0, 1}
+
+
 HALF = MAX_NUMBER // 2
 """Two such blocks fit into the largest budget."""
 
@@ -242,6 +262,17 @@ def test_the_place_of_a_fault(tmp_path: Path, whole: Content, token: str, messag
     with pytest.raises(TraceError, match=re.escape(message)) as caught:
         Trace.load(path)
     one_line(path, caught.value)
+
+
+@pytest.mark.parametrize("field", ["format", "version"])
+@pytest.mark.parametrize("token", ['"' + "y" * 100_000 + '"', '{"deep": [[[[[1]]]]]}', "1e99", "true", '"\\u001b[31m"', "[]"])
+def test_other_formats_and_versions_are_quoted_short(tmp_path: Path, whole: Content, field: str, token: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(replaced(whole[Trace], (field,), token))
+    with pytest.raises(TraceError, match=field) as caught:
+        Trace.load(path)
+    one_line(path, caught.value)
+    assert len(str(caught.value)) < len(str(path)) + 400
 
 
 def test_a_long_list_is_not_quoted_whole(tmp_path: Path, whole: Content) -> None:

@@ -249,6 +249,18 @@ def expected(stalled: dict[int, float] | None = None) -> Expectation:
     return replace(EXPECTED, iteration_seconds=float(COUNT), stall_seconds=stalls)
 
 
+def test_half_of_the_smaller_lateness_is_made_up_for(found: corrections.Corrections) -> None:
+    """What was late once is not."""
+    for late in ({(0, 8): 3.0}, {}, {(0, 8): 3.0}):
+        assert not found.note(late, sum(late.values()), expected()) and found.shifts == {}
+    assert found.note({(0, 8): 1.0, (1, 3): 1.0}, 2.0, expected())
+    assert found.shifts == {0: 0.5}
+    assert found.note({(0, 8): 0.5, (1, 3): 0.6}, 1.0, expected())
+    assert found.shifts == {0: 0.75, 1: 0.3}
+    assert not found.note({}, 0.0, expected()), "what is in time stays where it is"
+    assert found.starts(SECONDS).fetch_at[6] == (0,)
+
+
 def test_predicted_waiting_trifles_and_other_blocks_are_not_lateness(found: corrections.Corrections) -> None:
     for _ in range(3):
         assert not found.note({(0, 8): 2.0, (1, 3): 0.009}, 2.0, expected({8: 2.0}))

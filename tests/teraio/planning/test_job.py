@@ -143,6 +143,28 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(monkeypatch)
 
 
+def test_a_plan_is_taken_once_with_the_trace_that_it_is_for(rig: Rig) -> None:
+    """Before there is a job, there is nothing to wait for or to take. One that goes on is not taken."""
+    assert not rig.background.busy and rig.background.wait(0.0) and rig.background.take() is None
+    rig.background.cancel()
+    rig.background.start(rig.trace, BUDGETS)
+    rig.jobs.started[0].done = False
+    assert rig.background.take() is None and rig.background.busy and not rig.background.wait(0.0)
+    rig.jobs.started[0].done = True
+    assert rig.background.busy and rig.background.wait(0.0)
+    made = rig.background.take()
+    assert made is not None and made.trace is rig.trace and made.plan == plan_for(rig.trace, (6, 6))
+    assert not rig.background.busy and rig.background.take() is None
+
+
+def test_a_failure_is_raised_once(rig: Rig) -> None:
+    rig.jobs.answers = [SolverError("out of luck")]
+    rig.background.start(rig.trace, BUDGETS)
+    with pytest.raises(SolverError, match="out of luck"):
+        rig.background.take()
+    assert not rig.background.busy and rig.background.take() is None
+
+
 def test_there_is_one_job_at_a_time(rig: Rig) -> None:
     rig.background.start(rig.trace, BUDGETS)
     rig.background.start(rig.trace, BUDGETS)

@@ -43,6 +43,11 @@ def in_threads(work: Callable[[RankGroup], Any], ranks: list[RankGroup]) -> list
     return found
 
 
+def test_all_hear_what_all_tell() -> None:
+    found = in_threads(lambda ranks: ranks.gather("numbers", str(10 * ranks.rank)), groups(3))
+    assert found == [{0: "0", 1: "10", 2: "20"}] * 3
+
+
 def test_the_log_says_once_whom_a_rank_waits_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("teraio.ranks._TELL_SECONDS", 0.1)
 
@@ -65,6 +70,31 @@ def test_turns_are_in_the_order_of_the_ranks() -> None:
 
     in_threads(work, groups(4))
     assert order == [0, 1, 2, 3]
+
+
+def test_one_rank_is_first() -> None:
+    assert sorted(in_threads(lambda ranks: ranks.first("plan"), groups(3))) == [False, False, True]
+
+
+def test_a_failure_reaches_those_who_wait() -> None:
+    def work(ranks: RankGroup) -> None:
+        with ranks.failing_together():
+            if ranks.rank == 1:
+                raise ValueError("no room")
+            ranks.gather("opening")
+
+    one, two, three = in_threads(work, groups(3))
+    assert isinstance(two, ValueError)
+    for error in (one, three):
+        assert isinstance(error, RankError) and "rank 1 of this machine cannot train" in str(error)
+        assert "ValueError: no room" in str(error)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    first, second, *_ = groups(4, timeout_seconds=0.1)
+    second.tell("opening", "")
+    with pytest.raises(RankError, match=r"rank 0 has waited 0 s for ranks 2, 3 of this machine \(opening\)"):
+        first.gather("opening")
 
 
 def test_a_store_that_is_gone_is_an_error_of_the_ranks() -> None:
