@@ -1,16 +1,25 @@
 """The arithmetic of the benchmarks' figures."""
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks import optimizer
-from benchmarks.gpu_budgets import budget_figures
+from benchmarks import optimizer, warm_start
+from benchmarks.alone import Missing
+from benchmarks.budgets import layers_to_checkpoint
+from benchmarks.gpu_bubble import idle
+from benchmarks.gpu_budgets import budget_figures, plain_figures
+from benchmarks.gpu_optimizer import policy_figures
 from benchmarks.optimizer import FREE, INDUCTOR, OVERLAPPED, PLANNED, SERIAL, LossesDiffer, Measured, hidden
 from benchmarks.planner_cases import Outcome
 from benchmarks.planner_policies import figures_of, lost
 from benchmarks.rank_optimizer import same_losses
 from benchmarks.results import Figure
+from benchmarks.turns import ratios, spread
+from benchmarks.warm_start import Start
 from examples.training import Report, Step
 from planner import Budgets, plan
+from planner.schema import Subgroup, Update
 
 from .made_up import GIB, a_trace, by_name, run, steps
 
@@ -22,6 +31,17 @@ from .made_up import GIB, a_trace, by_name, run, steps
 def test_an_aim_is_met_or_not(value: float | None, aim: str, met: bool | None) -> None:
     assert Figure(name="", value=value, unit="", aim=aim).met is met
     assert Figure(name="", value=value, unit="").met is None
+
+
+def test_ratios_compare_within_a_round() -> None:
+    assert ratios([2.0, 2.0, 20.0, 20.0], [1.0, 1.0, 10.0, 10.0], turn=3) == [2.0, 2.0], "the second round is slow"
+    assert spread([0.5, 2.0]) == "rounds from 0.50 to 2.00"
+
+
+@pytest.mark.parametrize(("budget", "layers"), [(1000, 0), (999, 1), (900, 1), (899, 2), (400, 6), (100, 6)])
+def test_as_few_layers_are_checkpointed_as_fit(budget: int, layers: int) -> None:
+    assert layers_to_checkpoint(1000, 400, budget, 6) == layers
+    assert layers_to_checkpoint(1000, 1000, 500, 6) == 6, "checkpointing that saves nothing takes all"
 
 
 # -- Llamas
@@ -63,6 +83,32 @@ def test_the_host_tier_on_the_cpu_does_not_count_as_device_memory() -> None:
     assert peak.value == 0.5 and peak.note == "1.000 of 2.000 GiB by teraio's own count; 5.000 with the host tier"
     outcome = run(1.0, peak=5 * GIB, reserved=5 * GIB, status=status, moved_bytes=moved)
     assert by_name(budget_figures("x", outcome, 2 * GIB, outcome))["x: peak / budget"].value == 2.5
+
+
+def test_figures_without_a_plan_without_a_budget_and_of_what_is_missing() -> None:
+    outcome = run(1.0, phase="fits", status={"ideal_iteration_seconds": None, "device_peak_bytes": 1})
+    figures = by_name(budget_figures("x", outcome, GIB, outcome))
+    assert figures["x: bound / measured"].value is figures["x: stall"].value is None
+    assert figures["x: bound / measured"].note.endswith("fits") and "x: reserved / budget" not in figures
+    figures = by_name(plain_figures("x", run(2.0, peak=3 * GIB, reserved=4 * GIB), outcome))
+    assert figures["x: peak"].value == 3 and figures["x: peak"].note == "reserved 4.000 GiB"
+    missing = Missing(reason="no room")
+    for found in (plain_figures("x", missing, outcome), policy_figures("x", missing, outcome, GIB), [idle("x", missing)]):
+        (only,) = found
+        assert (only.value, only.note) == (None, "no room")
+
+
+def test_figures_of_a_policy() -> None:
+    subgroups = tuple(Subgroup(id=i, stage=2 * i, blocks=(i,), elements=1, device_seconds=0.5) for i in range(2))
+    trace = a_trace().model_copy(update={"subgroups": subgroups})
+    made = plan(trace, Budgets(device_bytes=2 * GIB)).model_copy(update={"updates": (Update(subgroup=1, where="host"),)})
+    outcome = run(2.0, 2.0, peak=GIB, trace=trace, plan=made, moved_bytes={"device->storage": 1e9}, phase="planned")
+    pairs = zip(outcome.steps, (0.5, 1.0), strict=True)
+    outcome = replace(outcome, steps=[step.model_copy(update={"optimizer_seconds": seconds}) for step, seconds in pairs])
+    figures = by_name(policy_figures("x", outcome, run(1.0), 2 * GIB))
+    values = {"optimizer step": 0.75, "tokens/s": 300, "peak / budget": 0.5, "use of device->storage": 0.5}
+    assert {name: figures[f"x: {name}"].value for name in values} == pytest.approx(values)
+    assert figures["x: optimizer step"].note == "1 of 2 subgroups update on the host"
 
 
 # -- the optimizer's step
@@ -140,6 +186,17 @@ def test_losses_must_be_the_same_to_the_last_bit_but_for_another_compilers_and_r
     same_losses({"ilp": one, "stride-2": near})
     with pytest.raises(LossesDiffer, match="ilp has loss 2.0, stride-2 2.1"):
         same_losses({"ilp": one, "stride-2": far})
+
+
+def test_each_warm_start_is_compared_with_the_cold_one_before_it() -> None:
+    cold, warm = [Start(100.0, 80.0, 9), Start(300.0, 90.0, 11)], [Start(20.0, 20.0, 1), Start(90.0, 18.0, 1)]
+    found = by_name(warm_start.figures(cold, warm))
+    wall, processor = "time to the first planned iteration", "processor time"
+    assert found[f"{wall}, cold"].value == 200.0 and found[f"{wall}, warm"].value == 55.0
+    assert found[f"{wall}, warm / cold"].value == (0.2 + 0.3) / 2 and found[f"{wall}, warm / cold"].met
+    assert found[f"{processor}, warm / cold"].value == (0.25 + 0.2) / 2
+    assert found["iterations before it, cold"].value == 10 and found["iterations before it, warm"].met
+    assert warm_start.samples(cold, warm)["seconds, cold"] == [100.0, 300.0]
 
 
 # -- the planner

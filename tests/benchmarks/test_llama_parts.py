@@ -1,17 +1,21 @@
 """The parts that train Llamas: which trainings run, in what setting, and what becomes of them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_optimizer
+from benchmarks import alone, gpu_links, gpu_optimizer
 from benchmarks.__main__ import llama_parts
-from benchmarks.alone import TRAININGS, Missing
+from benchmarks.alone import TRAININGS, Missing, Run, Runner
+from benchmarks.gpu_budgets import budget_figures
+from benchmarks.gpu_optimizer import followed
 from benchmarks.results import Result, save
+from examples.llama import SIZES
 from planner import Plan
 
-from .made_up import GIB, MadeUp, a_trace, by_name
+from .made_up import GIB, MadeUp, a_trace, by_name, tiny_scale
 
 
 def test_equal_settings_run_once_and_none_starts_after_the_limit(tmp_path: Path) -> None:
@@ -65,6 +69,47 @@ def test_the_headline_needs_three_trainings_which_are_on_disk_at_once_and_which_
     assert len(runner.settings) == len(set(runner.settings)), "none ran twice"
 
 
+def test_budgets_are_shares_of_the_unconstrained_peak_with_every_choice_of_tiers(tmp_path: Path) -> None:
+    runner = MadeUp(tmp_path)
+    figures = by_name(llama_parts(runner)["gpu_budgets"]()[0])
+    assert figures["tiny: unconstrained peak"].value == 10
+    for percent in (100, 70, 50, 30):
+        for tiers in ("host", "storage", "host and storage"):
+            name = f"tiny, {percent} %, {tiers}"
+            assert runner.settings[name].options["memory_budget"] == GIB * percent // 10
+            assert figures[f"{name}: peak / budget"].value == 1 and figures[f"{name}: stall"].value == 1
+    layers = [name for name in runner.settings if "checkpointing" in name]
+    assert layers == ["tiny, checkpointing 4", "tiny, checkpointing 3"]  # 50 and 30 % take all four
+    assert figures["tiny, 70 %, checkpointing 3 of 4 layers: peak / budget"].value == pytest.approx(1.0)
+    assert figures["tiny, 30 %, checkpointing 4 of 4 layers: peak / budget"].value == pytest.approx(2.0)
+    assert runner.settings["tiny, eager, save_on_cpu"].save_on_cpu
+    assert figures["tiny, eager: tokens/s"].value == pytest.approx(375)
+
+
+def test_where_inductor_does_not_fit_the_trace_tells_the_peak(tmp_path: Path) -> None:
+    runner = MadeUp(tmp_path, fails=("inductor",))
+    assert by_name(llama_parts(runner)["gpu_budgets"]()[0])["tiny: unconstrained peak"].value == 2
+    assert runner.settings["tiny, 50 %, storage"].options["memory_budget"] == GIB
+    hopeless = by_name(llama_parts(MadeUp(tmp_path, fails=("tiny",)))["gpu_budgets"]()[0])
+    assert hopeless["tiny: unconstrained peak"].note == (
+        "Inductor: tiny, inductor failed; teraio: tiny, nearly all memory failed"
+    )
+
+
+def test_links_are_compared_with_raw_copies_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_links, "SLOTS", 2)
+    monkeypatch.setattr("benchmarks.engine.SLOTS", 2)
+    monkeypatch.setitem(gpu_links.COPY_BYTES, "cpu", 1 << 20)
+    measured, samples = llama_parts(MadeUp(tmp_path, fails=("host",)))["gpu_links"]()
+    figures = by_name(measured)
+    assert set(samples) == {"device->host", "host->device", "device->storage", "storage->device"}
+    raw = figures["raw, storage->device"].value
+    assert raw is not None and figures["engine / raw, storage->device"].value == pytest.approx(2 / raw)
+    assert figures["engine / raw, host->device"].value is None
+    assert figures["tiny, 50 %, host and storage: tokens/s"].note == "tiny, 50 %, host and storage failed"
+    assert "tiny, 100 %, storage: tokens/s" not in figures  # half of the peak had told
+
+
 def test_every_policy_plans_for_the_first_trainings_trace_and_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,3 +128,30 @@ def test_every_policy_plans_for_the_first_trainings_trace_and_is_followed(
     assert "tiny, no-such-policy" not in runner.settings
     (only,) = llama_parts(MadeUp(tmp_path, fails=("host",)))["gpu_optimizer"]()[0]
     assert (only.value, only.note) == (None, "tiny, 30 %, host failed")
+
+
+# -- trainings that really run, each in a process of its own
+
+BUDGET = 42 << 20
+
+
+@pytest.mark.long
+def test_a_training_under_a_budget_gives_its_trace_which_another_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker of `test_rivals.py` and that of the examples run by default."""
+    monkeypatch.setattr(alone, "COUNTED_SECONDS", 0.0)
+    monkeypatch.setattr(alone, "GROUP_SECONDS", 0.0)
+    monkeypatch.setattr(alone, "SIZES", {"tiny": replace(SIZES["tiny"], layers=1)})
+    (tmp_path / "storage").mkdir()
+    options = {"memory_budget": BUDGET, "storage": str(tmp_path / "storage"), "codegen": "eager", "profile_iterations": 1}
+    runner = Runner(tiny_scale(tmp_path))
+    first = runner.run("a budget", runner.scale.setting("tiny", options=options))
+    assert isinstance(first, Run), first.reason
+    assert len(first.steps) == 2 and first.steps[0].tokens == 16 and first.phase in ("planning", "planned")
+    assert first.trace is not None and len(first.trace.hardware.links) == 2
+    assert first.peak_bytes > 20 << 20 and first.busy_seconds is not None
+    assert first.moved_bytes["storage->device"] > 1 << 20
+    assert by_name(budget_figures("x", first, BUDGET, first))["x: use of storage->device"].value is not None
+    outcome = followed(runner, "tiny", "zero-infinity", first.trace, options)
+    assert isinstance(outcome, Run), outcome.reason
+    assert outcome.phase == "planned" and outcome.plan is not None and outcome.plan.policy == "zero-infinity"
+    assert [step.loss for step in outcome.steps] == pytest.approx([step.loss for step in first.steps], rel=1e-4)

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import alone
+from benchmarks.__main__ import llama_parts
 from benchmarks.alone import Run, Runner
-from benchmarks.rival_training import CannotRun, RivalSetting, begin
-from benchmarks.rivals import PROGRAM
+from benchmarks.rival_training import CannotRun, RivalSetting, RivalTraining, _mark_large, begin
+from benchmarks.rivals import PROGRAM, RIVALS
 from examples.llama import SIZES
 from examples.training import Setting, Training
 
-from .made_up import tiny_scale
+from .made_up import GIB, MadeUp, by_name, tiny_scale
 
 LLAMA = replace(SIZES["tiny"], layers=2, width=64, feed_forward=96, context=16)
 
@@ -35,6 +37,17 @@ def wanted() -> list[float]:
     return losses(
         Training(Setting.model_validate(setting("plain").model_dump(exclude={"way", "budget_bytes", "folder", "collectives"})))
     )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"save_on_cpu": True}, id="save_on_cpu"),
+        pytest.param({"model": replace(LLAMA, checkpointed_layers=2)}, id="checkpointing"),
+    ],
+)
+def test_ways_of_pytorch_itself_train_as_the_plain_one(changes: dict[str, Any], wanted: list[float]) -> None:
+    assert losses(RivalTraining(setting("plain", **changes))) == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -59,3 +72,32 @@ def test_a_rival_trains_in_a_process_of_its_own(tmp_path: Path, wanted: list[flo
     assert isinstance(outcome, Run), outcome.reason
     assert outcome.phase == "" and outcome.seconds > 0 and outcome.report.status is None
     assert outcome.steps[0].loss < wanted[0], "it learns"
+
+
+def test_only_large_tensors_are_marked_for_the_compiler() -> None:
+    graph = torch.fx.Graph()
+    for name, size in (("small", 10), ("large", 1 << 20)):
+        graph.placeholder(name).meta["val"] = torch.empty(size, device="meta")
+    graph.output(())
+    module = torch.fx.GraphModule({}, graph)
+    assert _mark_large(module, None) is module
+    assert [node.name for node in graph.nodes if node.meta.get("should_offload")] == ["large"]
+
+
+def test_all_train_under_teraios_budget_and_share_its_trainings(tmp_path: Path) -> None:
+    runner = MadeUp(tmp_path, fails=("DeepSpeed",))
+    known = llama_parts(runner)
+    known["gpu_headline"]()
+    ran = set(runner.settings)
+    figures = by_name(known["rivals"]()[0])
+    new = {name: each for name, each in runner.settings.items() if name not in ran}
+    assert set(new) == {f"tiny, {percent} %, {name}" for percent in (50, 30) for name in RIVALS}
+    for name, each in new.items():
+        assert isinstance(each, RivalSetting)
+        assert each.budget_bytes == (5 if "50 %" in name else 3) * GIB and each.folder == str(tmp_path)
+        assert each.model.context == 16 and each.batch == 1
+        assert RivalSetting.model_validate_json(each.model_dump_json()) == each, "the way to its process"
+    checkpointed = new["tiny, 50 %, activation checkpointing"].model
+    assert checkpointed.checkpointed_layers == SIZES["tiny"].layers
+    assert figures["tiny, 50 %, DeepSpeed, ZeRO-Offload: tokens/s"].note == "tiny, 50 %, DeepSpeed, ZeRO-Offload failed"
+    assert figures["tiny, 30 %, teraio: tokens/s"].value is not None
