@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import teraio
 from benchmarks.results import Figure
-from benchmarks.turns import Scale, spread
+from benchmarks.turns import Scale, spread, waited_seconds
 from examples.gpt import GPT, GPTConfig
 from examples.text import batches, standard_library_text
 from examples.train_larger import CONFIG
@@ -150,20 +150,15 @@ def _training(model: torch.nn.Module, options: dict[str, Any], taken: Iterator[A
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
     def step() -> float:
-        before = _waited()
+        before = waited_seconds()
         model(*next(taken)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        waited = _waited() - before
+        waited = waited_seconds() - before
         teraio.wait_for_plan()
         return waited
 
     return step
-
-
-def _waited() -> float:
-    """Return the seconds that training has waited for copies so far, on either link."""
-    return max(sum(status.exposed_seconds.values()) for status in teraio.status())
 
 
 def _turns(moves: dict[str, Callable[[], None]], rounds: int, *, before: Callable[[], None]) -> dict[str, list[float]]:

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 import teraio
 from benchmarks.results import Figure
 from benchmarks.slow_drive import hold_drives_to
-from benchmarks.turns import Scale
+from benchmarks.turns import Scale, waited_seconds
 from examples.gpt import GPT, GPTConfig
 from runtime.storage import PosixStore
 
@@ -117,12 +117,12 @@ def _train(lengths: Sequence[int], options: dict[str, Any], counted: int) -> Ran
     seconds, waited, compiled, moved = [], [], [], []
     for length in lengths:
         tokens = torch.randint(CONFIG.vocabulary, (BATCH, length + 1))
-        before, began = _waited(), time.perf_counter()
+        before, began = waited_seconds(), time.perf_counter()
         model(tokens[:, :-1], tokens[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - began)
-        waited.append(_waited() - before)
+        waited.append(waited_seconds() - before)
         teraio.wait_for_plan()
         moved.append(sum(teraio.status()[0].moved_bytes.values()))
         compiled.append(counters["stats"]["unique_graphs"])
@@ -136,11 +136,6 @@ def _train(lengths: Sequence[int], options: dict[str, Any], counted: int) -> Ran
         replans=after.replans,
         recompiled=compiled[-1] - compiled[-counted - 1],
     )
-
-
-def _waited() -> float:
-    """Return the seconds that training has waited for copies so far."""
-    return sum(sum(status.exposed_seconds.values()) for status in teraio.status())
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Protocol
 
+import teraio
 from examples.gpt import GPTConfig
 from examples.training import Setting, Step
 from examples.worker import EXACT_MEMORY, Worker
@@ -115,3 +116,8 @@ def tensor_peak(setting: Setting, name: str, output: Path, steps: int = 3) -> in
             worker.step()
         report = worker.finish()
     return report.peak_bytes - report.rest_bytes
+
+
+def waited_seconds() -> float:
+    """Return the seconds that training in this process has waited for copies so far, on either link."""
+    return sum(sum(status.exposed_seconds.values()) for status in teraio.status())

@@ -37,6 +37,7 @@ from teraio.cli.output import (
     save,
     show_or_print,
     some_seconds,
+    token_rate,
 )
 from teraio.cli.trace_summary import summarise_trace, trace_page
 from teraio.options import require_directory
@@ -154,8 +155,8 @@ def _advice_page(advice: Data, tokens: int | None) -> Page:
     def speed(answer: Data) -> str:
         if answer["speed"] is None:
             return ""
-        rate = tokens and answer["speed"] * tokens / asked["predicted"]["iteration_seconds"]
-        return f"{answer['speed']:.2f}x" + (f", {rate:,.0f} tokens/s" if rate else "")
+        seconds = asked["predicted"]["iteration_seconds"] / answer["speed"]  # for the tokens of the case asked for
+        return f"{answer['speed']:.2f}x" + token_rate(seconds, tokens)
 
     overview = {
         "trace": advice["trace_name"],

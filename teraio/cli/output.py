@@ -174,8 +174,12 @@ def format_seconds(seconds: float) -> str:
 
 def iteration_time(seconds: float, tokens: int | None) -> str:
     """Return "1.50 s", or "1.50 s, 5,461 tokens/s" for the tokens of an iteration."""
-    rate = f", {tokens / seconds:,.0f} tokens/s" if tokens and seconds > 0 else ""
-    return format_seconds(seconds) + rate
+    return format_seconds(seconds) + token_rate(seconds, tokens)
+
+
+def token_rate(seconds: float, tokens: int | None) -> str:
+    """Return ", 5,461 tokens/s" for the tokens of an iteration; "" without them."""
+    return f", {tokens / seconds:,.0f} tokens/s" if tokens and seconds > 0 else ""
 
 
 def some_seconds(seconds: float | None) -> str:

@@ -187,7 +187,7 @@ class PlanFollower:
         elif iteration.woken:  # it began without what the plan has on the device, and ended as the plan says
             self._unsettled = max(self._unsettled, iteration.number)
             self._reserve.begin()  # the allocator has given all its memory back, and has to find its places anew
-        other_sizes = iteration.sizes_vary and iteration.made_bytes != self._now.profile.made_bytes
+        other_sizes = iteration.sizes_vary and iteration.made_bytes != self._now.thinned.made_bytes
         if iteration.number <= self._unsettled or other_sizes:  # blocks were not where the plan has them, or were others
             return False
         self._seconds.append(iteration.seconds)

@@ -37,13 +37,16 @@ class _Thinned(NamedTuple):
 
 
 class ThinnedPlans:
-    """The plans for smaller inputs that belong to a plan. All calls are for the training thread."""
+    """The plans for smaller inputs that belong to a plan. All calls are for the training thread.
+
+    made_bytes: see `Iteration`; of the inputs that the plan itself is for.
+    """
 
     def __init__(self, profile: Profile, plan: planner.Plan) -> None:
         self._profile = profile
         self._plan = plan
         self._known: list[_Thinned] = []  # the smallest first
-        self._blocks = [(block.name, block.uses) for block in profile.trace.blocks]
+        self.made_bytes = profile.made_bytes
         self._comparable = True  # until an iteration is found that used other blocks than the plan's, or used them otherwise
 
     def schedule_for(self, first: Hashable) -> StageSchedule | None:
@@ -64,14 +67,15 @@ class ThinnedPlans:
         known = self._smallest_for(runs[0])
         if known is not None and known.ended:
             return False
-        return iteration.made_bytes < _CLEARLY_SMALLER * (self._profile.made_bytes if known is None else known.made_bytes)
+        return iteration.made_bytes < _CLEARLY_SMALLER * (self.made_bytes if known is None else known.made_bytes)
 
     def add(self, small: Profile) -> None:
         """Make the plan for the inputs of a profile. Waits for about ten replays."""
         blocks, moves = small.trace.blocks, self._plan.moves
         first = small.iteration.regions[0].identity
-        self._comparable = isinstance(first, SizedGraph) and [(block.name, block.uses) for block in blocks] == self._blocks
-        if not self._comparable or not isinstance(first, SizedGraph):
+        used, planned = ([(block.name, block.uses) for block in each] for each in (blocks, self._profile.trace.blocks))
+        if not isinstance(first, SizedGraph) or used != planned:
+            self._comparable = False
             return
         count = len(self._profile.trace.stages) + len(self._plan.recompute)
         inside = [number for number, move in enumerate(moves) if move.before < count]

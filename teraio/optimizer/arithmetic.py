@@ -272,10 +272,6 @@ class _PromiseHooks(OwnHooks):
     def __init__(self, promise: Promise) -> None:
         self.promise = promise
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Do nothing: that the hook is there says enough."""
-
 
 def promise(optimizer: Optimizer, independent: Literal["parameters", "elements"]) -> None:
     """Take the user's word that the update treats each parameter, or each element of it, independently of all others.
@@ -300,7 +296,7 @@ def promise(optimizer: Optimizer, independent: Literal["parameters", "elements"]
                     "that it is updated as a whole"
                 ) from error
     kept = Promise(*(max(values) for values in zip(*promises, strict=True)))
-    optimizer.register_step_pre_hook(_PromiseHooks(kept).before)
+    optimizer.register_step_pre_hook(_PromiseHooks(kept).there)
 
 
 class _Broken(Exception):

@@ -56,6 +56,10 @@ class OwnHooks:
     keeps_masters = False
     updates_alone = False
 
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def there(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Do nothing before a step: that the hook is there says enough."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFacts:

@@ -314,13 +314,9 @@ class _OwnerHooks(OwnHooks):
         """Mark the optimizer, unless it is marked."""
         if optimizer not in self._marked:
             self._marked.add(optimizer)
-            self._handles.append(optimizer.register_step_pre_hook(self._before))
+            self._handles.append(optimizer.register_step_pre_hook(self.there))
 
     def close(self) -> None:
         """Remove the marks."""
         for handle in self._handles:
             handle.remove()
-
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Do nothing: that the hook is there says enough."""
