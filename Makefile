@@ -25,7 +25,7 @@ ifeq ($(NO_VENV),)
   RUN := $(VENV)/bin/python
   READY := $(VENV)/.ready
 else
-  RUN := PYTHONPATH="build/site:$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
+  RUN := PYTHONPATH="$(CURDIR)/build/site:$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
   READY := build/site/.ready
 endif
 
