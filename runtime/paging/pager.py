@@ -23,7 +23,7 @@ from runtime.paging.closing import Closing
 from runtime.paging.mover import Mover, NullMover
 from runtime.paging.parking import Parking
 from runtime.paging.room import PrefetchQueue, RoomMaker
-from runtime.paging.state import BlockTable, CopySignal, MemoryAccount, PagerState
+from runtime.paging.state import NO_LIMIT, BlockTable, CopySignal, MemoryAccount, PagerState
 from runtime.paging.transitions import BlockTransitions
 
 
@@ -56,6 +56,7 @@ class Pager(Stages):
         self.can_move = mover is not None
         mover = mover or NullMover()
         account = MemoryAccount(budget_bytes)
+        account.external_bytes = device.external_bytes(NO_LIMIT)  # what counts besides, for the first check of the budget
         signal = CopySignal(account, mover.tiers, condition=condition, busy_seconds=busy_seconds, now_seconds=now_seconds)
         self.condition = signal.condition
         state = PagerState(device, mover, account, BlockTable(mover), signal)

@@ -50,6 +50,7 @@ def open_cuda(
     with ExitStack() as undo:
         streams = CudaStreams(device)
         device, budget = streams.device, budgets.device
+        undo.callback(torch._C._cuda_clearCublasWorkspaces)  # one for each stream, 32 MiB on Hopper; the user's comes again
         if budget is not None:
             _grow_segments(undo)
         store = _open_slab(budgets.host, device, undo) if budgets.host is not None else None

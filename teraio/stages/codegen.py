@@ -53,10 +53,11 @@ def eager_codegen(module: GraphModule, inputs: Sequence[Any], options: dict[str,
     interpreter = torch.fx.Interpreter(module)
 
     def run(values: list[Any]) -> Sequence[Any]:
-        with torch.no_grad():
-            made = cast(Sequence[Any], interpreter.boxed_run(values))
-        interpreter.env.clear()  # it would keep the outputs alive until the next run
-        return made
+        try:
+            with torch.no_grad():
+                return cast(Sequence[Any], interpreter.boxed_run(values))
+        finally:
+            interpreter.env.clear()  # it would keep the outputs alive until the next run, and what a failed run has made
 
     return run
 

@@ -113,4 +113,4 @@ def test_a_device_that_was_kept_busy_has_its_memory_back() -> None:
     before = torch.cuda.memory_allocated(DEVICE)
     with computing(DEVICE):
         pass
-    assert torch.cuda.memory_allocated(DEVICE) == before
+    assert torch.cuda.memory_allocated(DEVICE) <= before, "less, where products before it had workspaces"

@@ -91,6 +91,7 @@ class FakeCuda:
             "set_sync_debug_mode": lambda mode: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
         made = CudaStreams.__init__
 
         def make(streams: CudaStreams, device: torch.device) -> None:
@@ -126,7 +127,9 @@ class FakeCuda:
         yield
 
 
-def open_machine(options: Options, device: torch.device, shared: Shared, ranks: RankGroup | None) -> Machine:
+def open_machine(
+    options: Options, device: torch.device, shared: Shared, ranks: RankGroup | None, *, spare_bytes: int = MIB
+) -> Machine:
     """The machine of the made-up GPU; what of a budget is kept free is scaled down with the models of the tests."""
     budgets = resolve_budgets(options, *seen_by_ranks(options, torch.device("cuda", 0), ranks))
-    return cuda_machine.open_cuda(options, budgets, CPU, shared, spare_bytes=MIB, page_bytes=MIB)
+    return cuda_machine.open_cuda(options, budgets, CPU, shared, spare_bytes=spare_bytes, page_bytes=MIB)

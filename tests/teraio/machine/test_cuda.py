@@ -38,7 +38,7 @@ from ...gpu.training import (
     train,
 )
 from ...training import pagers
-from ..fake_cuda import CPU, MIB, TOTAL_BYTES, FakeCuda
+from ..fake_cuda import CPU, MIB, TOTAL_BYTES, FakeCuda, open_machine
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 """Several threads would add up the gradient of an embedding in varying order."""
@@ -239,3 +239,14 @@ def test_a_stage_that_finds_no_memory_twice_asks_for_a_larger_budget(monkeypatch
         train(PLAIN, {"memory_budget": budget, "host_budget": 4 * peak}, device=CPU, scale=SCALE)
     teraio.reset()
     assert caught.value.smallest_bytes > budget
+
+
+def test_the_first_error_names_a_budget_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts what the allocator of a GPU needs beside all blocks, although no region has run yet."""
+    _, peak = reference(PLAIN)
+    parts = replace(REGISTRY.parts, open_machine=functools.partial(open_machine, spare_bytes=64 * MIB))
+    monkeypatch.setattr(REGISTRY, "parts", parts)
+    with pytest.raises(teraio.BudgetError) as caught:
+        train(PLAIN, {"memory_budget": MIB, "host_budget": 4 * peak}, device=CPU, scale=SCALE)
+    found = train(PLAIN, {"memory_budget": caught.value.smallest_bytes, "host_budget": 4 * peak}, device=CPU, scale=SCALE)
+    assert found.progress[-1].device_peak_bytes <= caught.value.smallest_bytes

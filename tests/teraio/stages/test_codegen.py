@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -96,3 +97,23 @@ def test_stages_on_a_gpu_are_tuned_that_way(device: str, buffer_bytes: int, monk
     with torch._subclasses.FakeTensorMode():
         inputs = [torch.empty(4, device=device)]
     assert codegen.inductor_codegen(GraphModule({}, torch.fx.Graph()), inputs, {})([]) == [buffer_bytes]
+
+
+# -- operator by operator
+
+
+def test_a_run_that_fails_keeps_nothing_of_what_it_has_made() -> None:
+    """A stage that finds no memory runs again once all has left: what it had made must be gone, too."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def fails(value: torch.Tensor) -> torch.Tensor:
+        made.append(weakref.ref(value))
+        raise torch.OutOfMemoryError
+
+    graph = torch.fx.Graph()
+    given = graph.placeholder("given")
+    graph.output((graph.call_function(fails, (graph.call_function(torch.neg, (given,)),)),))
+    run = codegen.eager_codegen(GraphModule({}, graph), [torch.ones(2)], {})
+    with pytest.raises(torch.OutOfMemoryError):
+        run([torch.ones(2)])
+    assert len(made) == 1 and made[0]() is None
