@@ -139,6 +139,7 @@ class _ManagedRun:
                 next_uses=partial(_next_uses, stage, number, blocks),
                 never_again=stage.never_again or self._no_reruns,
                 collective_seconds=clock.seconds if clock is not None else 0.0,
+                code=stage.code,
             )
         )
         for i in stage.frees:

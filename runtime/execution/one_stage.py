@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -66,7 +66,6 @@ class MeasuredMemory(Protocol):
         """Forget the peak so far."""
 
 
-_Key = tuple[int, int, int]
 _NOTHING = contextlib.nullcontext()
 
 
@@ -97,17 +96,17 @@ class WorkspaceMeter:
         self._first_is_special = first_is_special
         self._iteration = iteration
         self._moves = moves
-        self._counts: Counter[_Key] = Counter()
-        self._tried_in: dict[_Key, object] = {}
-        self._measured: dict[_Key, int] = {}
+        self._counts: Counter[Hashable] = Counter()
+        self._tried_in: dict[Hashable, object] = {}
+        self._measured: dict[Hashable, int] = {}
 
     def workspace_bytes(self, stage: Stage) -> int:
         """Return the bytes beyond inputs and outputs: measured, or estimated if the stage has not run yet."""
-        return self._measured.get(_key(stage), stage.workspace_bytes)
+        return self._measured.get(stage.code, stage.workspace_bytes)
 
     def watching(self, stage: Stage) -> AbstractContextManager[None]:
         """Measure the run of `stage` inside this context."""
-        if self._memory is None or not self._is_due(key := _key(stage)):
+        if self._memory is None or not self._is_due(key := stage.code):
             return _NOTHING
         if self._first_is_special and not self._counts[key]:
             self._counts[key] = 1
@@ -115,7 +114,7 @@ class WorkspaceMeter:
         return self._measuring(self._memory, key, stage.output_bytes)
 
     @contextlib.contextmanager
-    def _measuring(self, memory: MeasuredMemory, key: _Key, output_bytes: int) -> Iterator[None]:
+    def _measuring(self, memory: MeasuredMemory, key: Hashable, output_bytes: int) -> Iterator[None]:
         moves = self._moves()
         memory.reset_peak()
         before = memory.allocated_bytes
@@ -130,7 +129,7 @@ class WorkspaceMeter:
         self._counts[key] += 1
         self._measured[key] = max(beyond, self._measured.get(key, 0))
 
-    def _is_due(self, key: _Key) -> bool:
+    def _is_due(self, key: Hashable) -> bool:
         """Return whether this run of the stage is to be measured."""
         if self._runs is None or self._counts[key] >= self._runs:
             return self._runs is None
@@ -138,11 +137,6 @@ class WorkspaceMeter:
         self._tried_in[key] = iteration
         at_once = self._first_is_special and self._counts[key] == 1
         return at_once or iteration != before
-
-
-def _key(stage: Stage) -> _Key:
-    """Stages with the same code and sizes need the same workspace. Compiled stages live as long as their compiler."""
-    return id(stage.run), stage.input_bytes, stage.output_bytes
 
 
 # -- collectives

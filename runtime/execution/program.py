@@ -57,6 +57,12 @@ class Stage:
         """What it needs on the device at once, estimated."""
         return self.input_bytes + self.output_bytes + self.workspace_bytes + self.waiting_bytes
 
+    @property
+    def code(self) -> Hashable:
+        """Equal for stages with the same code and sizes: they take as long, and need the same workspace. Compiled code lives as
+        long as its compiler."""
+        return id(self.run), self.input_bytes, self.output_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Constant:
@@ -137,7 +143,7 @@ class StageRun(NamedTuple):
     elements: number of parameter elements that it updates. host_seconds: seconds that the same update takes on the host's
     processor; None if it cannot run there.
     collective_seconds: the part of its time in collectives, waiting for other ranks as well; 0 where that cannot be told, as on
-    a GPU.
+    a GPU. code: see `Stage.code`; None if nothing is known to be alike.
     """
 
     name: str
@@ -153,6 +159,7 @@ class StageRun(NamedTuple):
     elements: int = 0
     host_seconds: float | None = None
     collective_seconds: float = 0.0
+    code: Hashable = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

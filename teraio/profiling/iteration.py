@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import statistics
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from runtime.device import Mark
@@ -11,6 +12,7 @@ from runtime.paging import Block
 
 # Prefetched blocks that were waited for, by trace id, each with the seconds from the start of the wait to its arrival.
 LateBlocks = tuple[tuple[int, float], ...]
+NEAR = 1.5  # measurements up to this multiple of the fastest one count as undisturbed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,6 +27,7 @@ class StageRecord:
     collective_seconds: the part of its time in collectives, waiting for other ranks as well; 0 where that cannot be told.
     never_again: why it must not run again; "" if it may.
     late: the prefetched blocks that it had to wait for.
+    code: what it runs: the same for stages that are alike; None if that is not known.
     """
 
     name: str
@@ -40,6 +43,13 @@ class StageRecord:
     written: tuple[Block, ...] = ()
     never_again: str = ""
     late: LateBlocks = ()
+    code: Hashable = None
+
+
+def undisturbed(times: Sequence[float]) -> list[float]:
+    """Return those of the times of one stage, or of stages alike, that are near the fastest one."""
+    fastest = min(times)
+    return [seconds for seconds in times if seconds <= max(fastest, NEAR * fastest)]  # a coarse clock may go back
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,10 +123,31 @@ class Iteration:
         for record, begin, end in self.untimed:
             record.seconds += end.seconds_since(begin)
         self.waited_seconds += sum(end.seconds_since(begin) for begin, end in self.gaps)
+        if self.gaps:  # of an asynchronous device
+            self.waited_seconds += self._take_waits_out()
         self.seconds -= sum(end.seconds_since(begin) for begin, end in self.away)
         self.away.clear()
         self.untimed.clear()
         self.gaps.clear()
+
+    def _take_waits_out(self) -> float:
+        """Let a stage that took far longer than those with the same code take as long as they did. Return the seconds left over.
+
+        On an asynchronous device nothing slows kernels down so much: the device waited within the stage, mostly for the
+        allocator, which had to take memory away, see [Note: Memory in gaps] in `teraio.following.reserve`.
+        """
+        alike: dict[Hashable, list[StageRecord]] = {}
+        for stage in self.stages:
+            if stage.code is not None:
+                alike.setdefault(stage.code, []).append(stage)
+        waited = 0.0
+        for stages in alike.values():
+            usual = statistics.median(undisturbed([stage.seconds for stage in stages]))
+            for stage in stages:
+                if stage.seconds > NEAR * usual:
+                    waited += stage.seconds - usual
+                    stage.seconds = usual
+        return waited
 
     def uses(self) -> dict[Block, tuple[int, ...]]:
         """Return the positions at which each block was used, in the order of first use."""

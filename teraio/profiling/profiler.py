@@ -19,11 +19,10 @@ from itertools import pairwise
 
 import planner
 from runtime.paging import Block
-from teraio.profiling.iteration import Iteration, StageRecord
+from teraio.profiling.iteration import Iteration, StageRecord, undisturbed
 
 # The name of the block that stands for all that stays on the device without being a block.
 FIXED_NAME = "small optimizer states"
-_NEAR = 1.5  # measurements up to this multiple of the fastest one count as undisturbed
 _UNSURE = 0.1  # share of the time that may be in stages with a single undisturbed measurement
 _ENOUGH_TO_JUDGE = 3  # with fewer iterations, whoever has asked for so few gets what they say
 
@@ -250,7 +249,7 @@ def _for_backward(block: planner.Block, made_in: int, stages: Sequence[StageReco
 
 def _stage_seconds(iterations: Sequence[Iteration]) -> list[float]:
     """Return the seconds of each stage while nothing disturbs it, by position. The iterations must have equal signatures."""
-    return [statistics.median(times if phase == "user" else _undisturbed(times)) for phase, times in _measurements(iterations)]
+    return [statistics.median(times if phase == "user" else undisturbed(times)) for phase, times in _measurements(iterations)]
 
 
 def times_agree(iterations: Sequence[Iteration]) -> bool:
@@ -259,13 +258,8 @@ def times_agree(iterations: Sequence[Iteration]) -> bool:
         return True
     stages = [times for phase, times in _measurements(iterations) if phase != "user"]
     typical = [statistics.median(times) for times in stages]
-    unsure = sum(seconds for seconds, times in zip(typical, stages, strict=True) if len(_undisturbed(times)) < 2)
+    unsure = sum(seconds for seconds, times in zip(typical, stages, strict=True) if len(undisturbed(times)) < 2)
     return unsure <= _UNSURE * sum(typical)
-
-
-def _undisturbed(times: Sequence[float]) -> list[float]:
-    fastest = min(times)
-    return [seconds for seconds in times if seconds <= max(fastest, _NEAR * fastest)]  # a coarse clock may go back
 
 
 def _measurements(iterations: Sequence[Iteration]) -> list[tuple[str, list[float]]]:

@@ -156,6 +156,7 @@ class IterationRecorder:
             written=tuple(run.written),
             never_again=run.never_again,
             late=late,
+            code=run.code,
         )
         self._measure(record, run.begin, run.end)
         self.region.stages.append(record)

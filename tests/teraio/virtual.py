@@ -85,7 +85,7 @@ def stage_run(name: str, phase: Phase = "forward", **fields: Any) -> StageRun:
 class VirtualTraining:
     """One region of STAGES stages, each of which reads a weight of its own for `stage_seconds`.
 
-    between_seconds: of the host, after each stage.
+    between_seconds: of the host, after each stage. codes: what each stage runs, by which stages are alike.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, budget_blocks: int = STAGES) -> None:
@@ -101,6 +101,7 @@ class VirtualTraining:
         self.observer = IterationObserver(self.pager)
         self.stage_seconds = [1.0] * STAGES
         self.between_seconds = 0.0
+        self.codes: list[str | None] = [None] * STAGES
         self.weights: list[Block] = []
         self._tensors: list[torch.Tensor] = []
         for number in range(STAGES):
@@ -135,7 +136,9 @@ class VirtualTraining:
             end = self.observer.mark()
             self.pager.retire([weight], [])
             self.mover.pass_seconds(self.between_seconds)
-            self.observer.stage_ended(stage_run(f"forward/{number}", begin=begin, end=end, read=[weight]))
+            self.observer.stage_ended(
+                stage_run(f"forward/{number}", begin=begin, end=end, read=[weight], code=self.codes[number])
+            )
         self.observer.region_ended()
         self.pager.leave_region()
 

@@ -181,6 +181,22 @@ def test_what_is_in_no_stage_is_waiting_on_an_asynchronous_device(
     assert [stage.seconds for stage in recorded.stages] == [0.0] + [1.0] * STAGES
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_stage_that_takes_far_longer_than_those_alike_has_waited_on_an_asynchronous_device(
+    monkeypatch: pytest.MonkeyPatch, virtual: VirtualTraining, asynchronous: bool
+) -> None:
+    """The allocator has taken memory away in the third stage of a kind; there is only one stage of the last kind."""
+    monkeypatch.setattr(CpuDevice, "asynchronous", asynchronous)
+    virtual.codes = ["a layer"] * (STAGES - 1) + ["the head"]
+    virtual.stage_seconds = [1.0, 1.25, 9.0, *[1.0] * (STAGES - 4), 5.0]
+    virtual.iteration()
+    recorded = virtual.iteration()
+    recorded.read_times()
+    third, waited = (1.0, 8.0) if asynchronous else (9.0, 0.0)
+    assert [stage.seconds for stage in recorded.stages] == [0.0, 1.0, 1.25, third, *[1.0] * (STAGES - 4), 5.0]
+    assert (recorded.seconds, recorded.waited_seconds) == (sum(virtual.stage_seconds), waited)
+
+
 def test_late_blocks_are_recorded_where_they_were_waited_for(virtual: VirtualTraining) -> None:
     follow_by_hand(virtual, (3, 3), (6, 6))
     virtual.iteration()

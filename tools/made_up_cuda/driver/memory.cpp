@@ -1,12 +1,14 @@
 #include "memory.hpp"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
-#include <fcntl.h>
 
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <unordered_map>
 
 #include "settings.hpp"
@@ -265,7 +267,13 @@ void release_physical(Physical* physical) {
   memory().drop(physical);
 }
 
+// Let the host take its time to map or to unmap, as a driver does.
+void take_time(size_t size) {
+  if (unsigned us = settings().map_us) std::this_thread::sleep_for(std::chrono::microseconds(us * (size >> 20)));
+}
+
 void map_physical(void* address, size_t size, size_t offset, Physical* physical) {
+  take_time(size);
   Memory& all = memory();
   std::lock_guard lock(all.mutex);
   auto reserved = all.reserved.upper_bound((char*)address);
@@ -288,6 +296,7 @@ void allow_access(void* address, size_t size) {
 }
 
 void unmap(void* address, size_t size) {
+  take_time(size);
   Memory& all = memory();
   std::lock_guard lock(all.mutex);
   char *at = (char*)address, *end = at + size;

@@ -35,6 +35,7 @@ const Settings& settings() {
         .host_bytes = number("MADE_UP_CUDA_HOST_BYTES", ~0ull),
         .delay_us = (unsigned)number("MADE_UP_CUDA_DELAY_US", 0),
         .seed = (unsigned)number("MADE_UP_CUDA_SEED", 0),
+        .map_us = (unsigned)number("MADE_UP_CUDA_MAP_US", 0),
         .poison = number("MADE_UP_CUDA_POISON", 1) != 0,
         .capability = (unsigned)number("MADE_UP_CUDA_CAPABILITY", 90),
         .multiprocessors = (unsigned)number("MADE_UP_CUDA_MULTIPROCESSORS", 132),

@@ -9,6 +9,7 @@ struct Settings {
   size_t host_bytes;     // MADE_UP_CUDA_HOST_BYTES: the most host memory that may be pinned at a time
   unsigned delay_us;     // MADE_UP_CUDA_DELAY_US: each queued operation begins late, by up to so many microseconds
   unsigned seed;         // MADE_UP_CUDA_SEED: of those delays
+  unsigned map_us;       // MADE_UP_CUDA_MAP_US: what the host takes to map or to unmap a MiB
   bool poison;           // MADE_UP_CUDA_POISON=0: leave new memory untouched, so that unused memory costs nothing
   unsigned capability;       // MADE_UP_CUDA_CAPABILITY: 90 for 9.0
   unsigned multiprocessors;  // MADE_UP_CUDA_MULTIPROCESSORS
