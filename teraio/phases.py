@@ -436,6 +436,7 @@ class FitsPhase(Phase):
         super().__init__(run)
         if run.peaks is not None:
             run.peaks.begin(run.managed_bytes())
+        run.pager.device.give_back_memory()  # stages run in the user's stream now: what is cached for their own serves nobody
         limit = "no limit" if run.pager.account.budget_bytes is None else f"budget {run.pager.account.budget_bytes:,} bytes"
         level = logging.DEBUG if run.findings.said_that_it_fits else logging.INFO
         logger.log(level, "everything fits (peak %s bytes, %s): nothing has to move", f"{run.pager.account.peak_bytes:,}", limit)

@@ -250,3 +250,10 @@ def test_the_first_error_names_a_budget_that_trains(monkeypatch: pytest.MonkeyPa
         train(PLAIN, {"memory_budget": MIB, "host_budget": 4 * peak}, device=CPU, scale=SCALE)
     found = train(PLAIN, {"memory_budget": caught.value.smallest_bytes, "host_budget": 4 * peak}, device=CPU, scale=SCALE)
     assert found.progress[-1].device_peak_bytes <= caught.value.smallest_bytes
+
+
+def test_what_stages_had_in_a_stream_of_their_own_is_given_back_where_everything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases: list[str] = []
+    monkeypatch.setattr(CudaStreams, "give_back_memory", lambda streams: phases.extend(s.phase for s in teraio.status()))
+    found = train(PLAIN, {}, device=CPU, scale=SCALE)
+    assert found.progress[-1].phase == "fits" and phases == ["profile"], "once, when the profile has ended"
