@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from teraio.stages import Kernel, StageCompiler, gpu_speed, speed_of
 
 from ..conftest import RunCommand
 from ..optimizer.test_own_optimizers import Mixed
-from ..traces import CHAIN
+from ..traces import CHAIN, TRACES
 from . import trainings
 from .trainings import loss_of, tokens, training, transformer
 
@@ -230,6 +231,26 @@ def test_layers_take_the_published_time(
     converting = of_gradients * machine.costs(ONE_BYTE)[1]
     forward, backward = (machine.stage_seconds(each) for each in kernels)
     assert (forward, backward + converting) == (pytest.approx(published[0], rel=0.03), pytest.approx(published[1], rel=0.03))
+
+
+@pytest.mark.parametrize(
+    ("trace", "kernels", "layers"),
+    [
+        ("llama-3-8b-h100", layer(8192, 4096, 1024, 14336, 146.0e9), 1),
+        ("llama-3.2-1b-h100", layer(8192, 2048, 512, 8192, 73.0e9), 2),  # some stages are disturbed: the shortest count
+    ],
+)
+def test_forward_layers_take_the_time_that_an_h100_was_measured_with(
+    trace: str, kernels: tuple[list[Kernel], list[Kernel]], layers: int
+) -> None:
+    """layers: after so many, the stages are alike again."""
+    measured = planner.Trace.load(TRACES / "measured" / f"{trace}.json.gz")
+    shortest: dict[str, list[float]] = {}
+    for stage in measured.stages:
+        if stage.phase == "forward" and "layers." in stage.name:
+            shortest.setdefault(re.sub(r"layers\.\d+", "layers", stage.name), []).append(stage.duration_seconds)
+    seconds = sum(min(times) for times in shortest.values() if len(times) > 1)
+    assert MachineDescription.load("h100").stage_seconds(kernels[0]) == pytest.approx(seconds / layers, rel=0.06)
 
 
 def test_efficiencies_are_fitted_to_a_measured_trace_of_a_smaller_size() -> None:
