@@ -92,6 +92,8 @@ def answering(gpu: GpuModel | None, name: str) -> Iterator[None]:
     with (
         # From that answer, PyTorch would conclude that it can copy the values of `torch.tensor` to the GPU.
         mock.patch.object(FakeTensorMode, "avoid_device_init", new=True, create=True),
+        # Nor is there one to wake up before its first tensor.
+        mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None),
         mock.patch.multiple(
             torch.cuda,
             is_available=lambda: True,

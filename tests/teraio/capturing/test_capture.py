@@ -426,7 +426,7 @@ def test_nothing_is_pretended_afterwards_also_if_a_driver_is_needed(fails: bool)
     else:
         capture(on_pretended_gpu)
     assert not torch.cuda.is_available() and torch.cuda.device_count() == 0
-    assert torch.accelerator.current_accelerator() is None
+    assert torch.accelerator.current_accelerator(check_available=True) is None
     weight = torch.ones(2, 2, requires_grad=True)
     scaled_dot_product_attention(weight, weight, weight).sum().backward()
     assert weight.grad is not None
