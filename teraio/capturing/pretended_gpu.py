@@ -93,7 +93,7 @@ def answering(gpu: GpuModel | None, name: str) -> Iterator[None]:
         # From that answer, PyTorch would conclude that it can copy the values of `torch.tensor` to the GPU.
         mock.patch.object(FakeTensorMode, "avoid_device_init", new=True, create=True),
         # Nor is there one to wake up before its first tensor.
-        mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None),
+        mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None, create=True),
         mock.patch.multiple(
             torch.cuda,
             is_available=lambda: True,
