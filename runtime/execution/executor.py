@@ -139,7 +139,7 @@ class _ManagedRun:
                 next_uses=partial(_next_uses, stage, number, blocks),
                 never_again=stage.never_again or self._no_reruns,
                 collective_seconds=clock.seconds if clock is not None else 0.0,
-                code=stage.code,
+                code=None if stage.has_collectives else stage.code,  # in those a stage also waits for other ranks
             )
         )
         for i in stage.frees:
