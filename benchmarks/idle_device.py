@@ -53,6 +53,7 @@ class IdleDevice:
     """
 
     asynchronous = True
+    retries = 0
     device = torch.device("cpu")
 
     def __init__(self, lag_stages: int) -> None:

@@ -61,6 +61,8 @@ class ModelledDevice:
     def synchronize(self) -> None:
         """Return at once: what was asked for has been done."""
 
+    retries = 0  # nothing is allocated
+
     def keep_until_computed(self, storage: torch.UntypedStorage) -> None:
         """Do nothing: no memory is freed."""
 

@@ -211,6 +211,8 @@ class PlanFollower:
 
     def _observe(self, iteration: Iteration) -> Observation:
         moved_bytes, busy_seconds = self._machine.moved_bytes(), self._machine.busy_seconds()
+        if iteration.timed and iteration.signature == self._now.profile.iteration.signature:
+            iteration.correct([stage.duration_seconds for stage in self._now.profile.trace.stages])
         observation = Observation(
             iteration_seconds=iteration.seconds,
             waited_seconds=iteration.waited_seconds,

@@ -28,6 +28,7 @@ class StageRecord:
     never_again: why it must not run again; "" if it may.
     late: the prefetched blocks that it had to wait for.
     code: what it runs: the same for stages that are alike; None if that is not known.
+    retried: the allocator had to take memory away in it or before it, so that its time tells little; False once it is corrected.
     """
 
     name: str
@@ -44,12 +45,20 @@ class StageRecord:
     never_again: str = ""
     late: LateBlocks = ()
     code: Hashable = None
+    retried: bool = False
 
 
 def undisturbed(times: Sequence[float]) -> list[float]:
     """Return those of the times of one stage, or of stages alike, that are near the fastest one."""
     fastest = min(times)
     return [seconds for seconds in times if seconds <= max(fastest, NEAR * fastest)]  # a coarse clock may go back
+
+
+def _take(stage: StageRecord, seconds: float) -> float:
+    """Let a stage take these seconds at most. Return those that are left over."""
+    stage.retried, over = False, max(stage.seconds - seconds, 0.0)
+    stage.seconds -= over
+    return over
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,12 +151,17 @@ class Iteration:
                 alike.setdefault(stage.code, []).append(stage)
         waited = 0.0
         for stages in alike.values():
-            usual = statistics.median(undisturbed([stage.seconds for stage in stages]))
-            for stage in stages:
-                if stage.seconds > NEAR * usual:
-                    waited += stage.seconds - usual
-                    stage.seconds = usual
+            clean = [stage.seconds for stage in stages if not stage.retried]
+            if not clean:
+                continue
+            usual = statistics.median(undisturbed(clean))
+            waited += sum(_take(stage, usual) for stage in stages if stage.retried or stage.seconds > NEAR * usual)
         return waited
+
+    def correct(self, seconds: Sequence[float]) -> None:
+        """Let stages in which the allocator took memory away take these seconds at most, by position. The rest was waiting."""
+        retried = ((stage, known) for stage, known in zip(self.stages, seconds, strict=True) if stage.retried)
+        self.waited_seconds += sum(_take(stage, known) for stage, known in retried)
 
     def uses(self) -> dict[Block, tuple[int, ...]]:
         """Return the positions at which each block was used, in the order of first use."""

@@ -263,6 +263,7 @@ def times_agree(iterations: Sequence[Iteration]) -> bool:
 
 
 def _measurements(iterations: Sequence[Iteration]) -> list[tuple[str, list[float]]]:
-    """Return the phase of each stage with its seconds in each iteration, by position."""
+    """Return the phase of each stage with its seconds in each iteration, by position. Without those in which the allocator had to
+    take memory away, if there are others."""
     runs = zip(*(iteration.stages for iteration in iterations), strict=True)
-    return [(stages[0].phase, [stage.seconds for stage in stages]) for stages in runs]
+    return [(stages[0].phase, [s.seconds for s in stages if not s.retried] or [s.seconds for s in stages]) for stages in runs]

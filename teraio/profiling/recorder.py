@@ -49,6 +49,7 @@ class IterationRecorder:
         self._waited_at_user_code = self._waited_at_begin = self._host_waited()
         self._before_inference = self._user_code_began, self._waited_at_user_code
         self._parked: Mark | None = None
+        self._retries = 0
 
     def _host_waited(self) -> float:
         """Seconds so far in which the host waited and the device was idle. 0 for an asynchronous device."""
@@ -157,10 +158,18 @@ class IterationRecorder:
             never_again=run.never_again,
             late=late,
             code=run.code,
+            retried=self._has_retried(),
         )
         self._measure(record, run.begin, run.end)
         self.region.stages.append(record)
         self.region.made.extend(run.made)
+
+    def _has_retried(self) -> bool:
+        """Return whether the allocator had to take memory away since the last call. False where stages are not timed."""
+        if not self._device.asynchronous or not self._iteration.timed:
+            return False
+        before, self._retries = self._retries, self._device.retries
+        return self._retries > before
 
     def stage_ran_again(self, rerun: StageRerun, position: int | None, late: LateBlocks) -> None:
         """Record a re-run: it has no place among the stages. position, late: see `RerunRecord`."""

@@ -197,6 +197,28 @@ def test_a_stage_that_takes_far_longer_than_those_alike_has_waited_on_an_asynchr
     assert (recorded.seconds, recorded.waited_seconds) == (sum(virtual.stage_seconds), waited)
 
 
+def test_stages_in_which_the_allocator_took_memory_away_take_what_is_known_of_them(
+    monkeypatch: pytest.MonkeyPatch, virtual: VirtualTraining
+) -> None:
+    """By others with the same code, also where they look alike; where all of a kind are disturbed, by an earlier measurement."""
+    monkeypatch.setattr(CpuDevice, "asynchronous", True)
+    monkeypatch.setattr(
+        CpuDevice, "retries", property(lambda device: int(virtual.mover.now))
+    )  # one in each stage that takes long
+    virtual.codes = ["a layer"] * (STAGES - 1) + ["the head"]
+    virtual.stage_seconds = [0.5, 1.25, 9.0, *[0.5] * (STAGES - 4), 5.0]
+    virtual.iteration()
+    recorded = virtual.iteration()
+    recorded.read_times()
+    assert [stage.seconds for stage in recorded.stages][1:4] == [0.5, 0.5, 0.5]
+    head = recorded.stages[-1]
+    assert head.seconds == 5.0 and head.retried
+    waited = recorded.waited_seconds
+    recorded.correct([0.25] * (STAGES + 1))
+    assert (head.seconds, head.retried, recorded.waited_seconds - waited) == (0.25, False, 4.75)
+    assert recorded.stages[1].seconds == 0.5, "nothing else is corrected"
+
+
 def test_late_blocks_are_recorded_where_they_were_waited_for(virtual: VirtualTraining) -> None:
     follow_by_hand(virtual, (3, 3), (6, 6))
     virtual.iteration()

@@ -86,6 +86,18 @@ def test_times_are_those_of_undisturbed_iterations() -> None:
     assert [s.workspace_bytes for s in stages] == [32] * 6
 
 
+def test_an_iteration_in_which_the_allocator_took_memory_away_does_not_tell_how_long_a_stage_takes() -> None:
+    blocks = Blocks()
+    iterations = [iteration(number, blocks, seconds) for number, seconds in ((1, 1.75), (2, 2.0), (3, 2.25))]
+    for each in (iterations[0], iterations[2]):
+        each.stages[1].retried = True
+    for each in iterations:
+        each.stages[3].retried = True
+    assert [s.duration_seconds for s in profile_of(iterations).trace.stages] == [0.5, 2.0, 0.5, 4.0, 0.5, 2.0]
+    iterations[1].stages[1].retried, iterations[2].stages[1].retried = True, False
+    assert [s.duration_seconds for s in profile_of(iterations).trace.stages] == [0.5, 2.25, 0.5, 4.0, 0.5, 2.0]
+
+
 def test_uses_and_what_persists_moves_and_comes_from_user_code() -> None:
     blocks = by_name(profile())
     assert (blocks["weight"].reads, blocks["weight"].writes) == ((1, 3, 5), (5,))
