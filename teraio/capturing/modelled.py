@@ -35,6 +35,7 @@ class ModelledDevice:
     """
 
     asynchronous = False
+    retries = 0  # nothing is allocated
     allocated_bytes = 0
 
     def __init__(self) -> None:
@@ -60,8 +61,6 @@ class ModelledDevice:
 
     def synchronize(self) -> None:
         """Return at once: what was asked for has been done."""
-
-    retries = 0  # nothing is allocated
 
     def keep_until_computed(self, storage: torch.UntypedStorage) -> None:
         """Do nothing: no memory is freed."""
