@@ -49,7 +49,7 @@ class IterationRecorder:
         self._waited_at_user_code = self._waited_at_begin = self._host_waited()
         self._before_inference = self._user_code_began, self._waited_at_user_code
         self._parked: Mark | None = None
-        self._retries = 0
+        self._retries = self._device.retries
 
     def _host_waited(self) -> float:
         """Seconds so far in which the host waited and the device was idle. 0 for an asynchronous device."""
@@ -166,7 +166,7 @@ class IterationRecorder:
 
     def _has_retried(self) -> bool:
         """Return whether the allocator had to take memory away since the last call. False where stages are not timed."""
-        if not self._device.asynchronous or not self._iteration.timed:
+        if not self._iteration.timed:
             return False
         before, self._retries = self._retries, self._device.retries
         return self._retries > before
@@ -222,4 +222,6 @@ class IterationRecorder:
         number = done.number + 1
         timed = not self._device.asynchronous or not self.sampled or number % _TIMED_EVERY == 0
         self._iteration = Iteration(number=number, timed=timed)
+        if timed:
+            self._retries = self._device.retries  # those of iterations without times are not its stages'
         return done

@@ -202,9 +202,8 @@ def test_stages_in_which_the_allocator_took_memory_away_take_what_is_known_of_th
 ) -> None:
     """By others with the same code, also where they look alike; where all of a kind are disturbed, by an earlier measurement."""
     monkeypatch.setattr(CpuDevice, "asynchronous", True)
-    monkeypatch.setattr(
-        CpuDevice, "retries", property(lambda device: int(virtual.mover.now))
-    )  # one in each stage that takes long
+    # One in each stage that takes long.
+    monkeypatch.setattr(CpuDevice, "retries", property(lambda device: int(virtual.mover.now)))
     virtual.codes = ["a layer"] * (STAGES - 1) + ["the head"]
     virtual.stage_seconds = [0.5, 1.25, 9.0, *[0.5] * (STAGES - 4), 5.0]
     virtual.iteration()
@@ -217,6 +216,22 @@ def test_stages_in_which_the_allocator_took_memory_away_take_what_is_known_of_th
     recorded.correct([0.25] * (STAGES + 1))
     assert (head.seconds, head.retried, recorded.waited_seconds - waited) == (0.25, False, 4.75)
     assert recorded.stages[1].seconds == 0.5, "nothing else is corrected"
+
+
+def test_what_the_allocator_did_in_iterations_without_times_is_not_a_later_stage_s(
+    monkeypatch: pytest.MonkeyPatch, virtual: VirtualTraining
+) -> None:
+    retries = 0
+    monkeypatch.setattr(CpuDevice, "asynchronous", True)
+    monkeypatch.setattr(CpuDevice, "retries", property(lambda device: retries))
+    recorder = virtual.observer.recorder
+    recorder.sampled = True
+    virtual.iteration()
+    while not recorder._iteration.timed:
+        retries += 1
+        virtual.iteration()
+    recorded = virtual.iteration()
+    assert recorded.timed and retries > 1 and not any(stage.retried for stage in recorded.stages)
 
 
 def test_late_blocks_are_recorded_where_they_were_waited_for(virtual: VirtualTraining) -> None:
