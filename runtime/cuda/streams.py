@@ -179,7 +179,7 @@ class CudaStreams:
 
     @property
     def retries(self) -> int:
-        """How often the allocator had to wait for the GPU and take free memory away to serve a request. Takes some 50 µs."""
+        """See `Device.retries`."""
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
     def describe_pools(self) -> str:

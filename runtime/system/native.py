@@ -53,8 +53,9 @@ def _built(text: str) -> str:
     from torch._inductor.codecache import write
     from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions, get_name_and_dir_from_output_file_path
 
+    options = CppTorchOptions(extra_flags=("-Wl,--no-as-needed", "-lc10"))
+
     def builder(name: str, source: str, folder: str = "") -> CppBuilder:
-        options = CppTorchOptions(extra_flags=("-Wl,--no-as-needed", "-lc10"))
         return CppBuilder(name=name, sources=source, BuildOption=options, output_dir=folder)
 
     _, source = write(text, "main.cpp", extra=builder("library", "source").get_command_line())

@@ -268,7 +268,7 @@ void release_physical(Physical* physical) {
 }
 
 // Let the host take its time to map or to unmap, as a driver does.
-void take_time(size_t size) {
+static void take_time(size_t size) {
   if (unsigned us = settings().map_us) std::this_thread::sleep_for(std::chrono::microseconds(us * (size >> 20)));
 }
 
