@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from planner.errors import UnsupportedError
 
 Signature = tuple[Any, list[Any]]  # the result and the arguments of a C function, as types of ctypes. None: no result.
+
+_building = threading.Lock()  # transfer threads need a function at the same moment; builds of one process share a file
 
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
@@ -61,8 +64,9 @@ def _built(text: str) -> str:
     _, source = write(text, "main.cpp", extra=builder("library", "source").get_command_line())
     name, folder = get_name_and_dir_from_output_file_path(source)
     path: str = builder(name, source, folder).get_target_file_path()
-    if not os.path.exists(path):
-        made = builder(f"{name}.{os.getpid()}", source, folder)  # another process may build it, and any may be killed
-        made.build()
-        os.replace(made.get_target_file_path(), path)
+    with _building:
+        if not os.path.exists(path):
+            made = builder(f"{name}.{os.getpid()}", source, folder)  # another process may build it, and any may be killed
+            made.build()
+            os.replace(made.get_target_file_path(), path)
     return path

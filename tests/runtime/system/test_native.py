@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,22 @@ def test_it_is_compiled_once_and_without_a_look_at_vector_instructions(source: P
     assert len(builds) == 1
     source.with_name("value.h").write_text("int value() { return 4; }\n")
     assert native.load(source, FUNCTIONS, purpose="the test").three() == 4, "what is included counts"
+
+
+def test_threads_that_need_it_at_once_get_one_build(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    builds: list[str] = []
+    build = CppBuilder.build
+
+    def slow(self: CppBuilder) -> None:
+        builds.append(self.get_target_file_path())
+        build(self)
+        time.sleep(0.2)  # the other thread comes meanwhile
+
+    monkeypatch.setattr(CppBuilder, "build", slow)
+    with ThreadPoolExecutor(2) as threads:
+        libraries = list(threads.map(lambda _: native.load(source, FUNCTIONS, purpose="the test"), range(2)))
+    assert [library.three() for library in libraries] == [3, 3]
+    assert len(builds) == 1
 
 
 def test_a_build_that_was_ended_is_done_again(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
