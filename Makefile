@@ -6,6 +6,7 @@
 # WHEELS=...      with NO_VENV=1: a folder of wheels for what PYTHON lacks besides torch
 # PIP_ARGS=...    handed to pip install
 # CHROMIUM=...    a Chromium for make test-browser                     (default: Playwright's, which it downloads)
+# TORCHES=...     for make wheel: folders site-packages/torch of more PyTorchs to compile the C++ functions for  (default: that of VENV only)
 # WORKERS=...     processes that make test runs the tests in, 0 for none beside itself  (default: 2)
 # MADE_UP_ENVS=... for make test-made-up-gpu: environments that have the CUDA build of torch  (default: it makes them, 4.5 GB each)
 # ARGS=...        handed to the demo, to pytest (make test, make soak, make test-gpu) or to the benchmark
@@ -17,6 +18,7 @@ WHEELS ?=
 PIP_ARGS ?=
 CHROMIUM ?=
 MADE_UP_ENVS ?=
+TORCHES ?=
 WORKERS ?= 2
 ARGS ?=
 TORCH := torch==2.13.0
@@ -92,12 +94,16 @@ imports: $(READY)
 docs: $(READY)  ## build the documentation, in strict mode, into build/site-docs
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
-wheel: $(READY)
+wheel: $(READY)  ## build the wheel with its compiled C++ functions, and train with it, first where there is no compiler
 	rm -rf build/dist build/clean
-	$(RUN) -m build --wheel --no-isolation --outdir build/dist .
+	TORCHES="$(TORCHES)" $(RUN) -m build --wheel --no-isolation --outdir build/dist/untagged .
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m auditwheel repair --only-plat --exclude libc10.so --exclude libtorch_cpu.so \
+	  --wheel-dir build/dist build/dist/untagged/*.whl
 	$(PYTHON) -m venv build/clean
 	build/clean/bin/python -m pip install -q --no-compile $(PIP_ARGS) -c constraints.txt $(TORCH) build/dist/*.whl
-	cd "$${TMPDIR:-/tmp}" && "$(CURDIR)/build/clean/bin/python" -P "$(CURDIR)/tests/smoke/smoke.py"
+	cd "$${TMPDIR:-/tmp}" && export clean="$(CURDIR)/build/clean" && \
+	  PATH="$$clean/bin" CXX= TORCHINDUCTOR_CACHE_DIR="$$clean/cache" "$$clean/bin/python" -P "$(CURDIR)/tests/smoke/smoke.py" no-compiler && \
+	  "$$clean/bin/python" -P "$(CURDIR)/tests/smoke/smoke.py"
 	rm -rf build/clean
 
 bench: $(READY)  ## measure on the CPU; a table and a JSON file under benchmarks/results

@@ -107,10 +107,9 @@ extern "C" {
 // Becomes PyTorch's CPU allocator. Allocations of at least `min_bytes` come from the pool. Returns EBUSY if another
 // allocator has precedence.
 int teraio_install(size_t min_bytes) {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    pthread_atfork([] { pool().mutex.lock(); }, [] { pool().mutex.unlock(); }, [] { pool().mutex.unlock(); });
-  });
+  // Once. (std::call_once would need glibc 2.34, where wheels are built on one.)
+  [[maybe_unused]] static const int error =
+      pthread_atfork([] { pool().mutex.lock(); }, [] { pool().mutex.unlock(); }, [] { pool().mutex.unlock(); });
   std::lock_guard lock(pool().mutex);
   min_pooled_bytes = min_bytes;
   pool().serving = true;

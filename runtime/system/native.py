@@ -1,72 +1,79 @@
-"""Compiles the C++ functions of this package against the PyTorch that is installed, and loads them."""
+"""Loads the C++ functions of this package: those that came with the wheel, or else those that this machine compiles."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import re
+import shutil
 import threading
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from planner.errors import UnsupportedError
+from runtime.system import compilation
 
 Signature = tuple[Any, list[Any]]  # the result and the arguments of a C function, as types of ctypes. None: no result.
 
 _building = threading.Lock()  # transfer threads need a function at the same moment; builds of one process share a file
 
-_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
+
+def compiler_path() -> str | None:
+    """Return where the C++ compiler is, for these functions and for Inductor. None: there is none."""
+    return shutil.which(compilation.compiler()[0])
 
 
 def load(source: Path, functions: Mapping[str, Signature], *, purpose: str, short: bool = False) -> ctypes.CDLL:
-    """Compile the C++ file `source`, which takes seconds, or take it from Inductor's cache folder if it was compiled before.
+    """Load the functions of a C++ file. Compiles it, which takes seconds, if that was neither done for the wheel nor here before.
 
-    Each `#include "..."` is replaced by that file's text: the cache compares texts, so it notices every change.
     purpose: what needs the functions, for the message. short: none of them takes long, so that calls keep the interpreter's lock:
     whoever lets go of it may wait milliseconds until another thread gives it back. Raises UnsupportedError if no compiler can
     build them.
     """
-    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
-
-    try:
-        path = _built(_with_includes(source))
-        library = ctypes.PyDLL(path) if short else ctypes.CDLL(path)
-    except (CppCompileError, InvalidCxxCompiler, OSError) as error:
-        raise UnsupportedError(
-            f"{purpose} needs Linux and a C++ compiler that can build {source.name} ({error}); install g++, or name a compiler "
-            "in the environment variable CXX"
-        ) from error
+    load_file = ctypes.PyDLL if short else ctypes.CDLL
+    library = _shipped(source, load_file)
+    if library is None:
+        try:
+            library = load_file(str(_built(source)))
+        except OSError as error:
+            raise UnsupportedError(
+                f"{purpose} needs Linux and a C++ compiler that can build {source.name} ({error}); install g++, or name a "
+                "compiler in the environment variable CXX"
+            ) from error
     for name, (result, arguments) in functions.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
 
 
-def _with_includes(source: Path) -> str:
-    return _INCLUDE.sub(lambda include: _with_includes(source.with_name(include[1])), source.read_text())
+def _shipped(source: Path, load_file: type[ctypes.CDLL]) -> ctypes.CDLL | None:
+    """Return the library that came with the wheel. None: it has none for this PyTorch, or none that this system can load."""
+    name = compilation.shipped_name(source, torch.__version__)
+    if name is None or not source.with_name(name).exists():
+        return None
+    try:
+        return load_file(str(source.with_name(name)))
+    except OSError:  # built for a newer system, say
+        return None
 
 
-def _built(text: str) -> str:
-    """Return the path of the library that `text` is compiled to.
+def _built(source: Path) -> Path:
+    """Return the library that a file is compiled to, in Inductor's cache folder. Its name tells texts, PyTorchs and commands."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    Inductor's `CppCodeCache` would first find out which vector instructions work, by starting Python with PyTorch for each kind:
-    up to 40 s of every process on a machine with a slow disk, for code that needs none of them.
-    """
-    from torch._inductor.codecache import write
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions, get_name_and_dir_from_output_file_path
+    def command(library: Path) -> list[str]:
+        return compilation.command(source, library, Path(torch.__file__).parent)
 
-    options = CppTorchOptions(extra_flags=("-Wl,--no-as-needed", "-lc10"))
-
-    def builder(name: str, source: str, folder: str = "") -> CppBuilder:
-        return CppBuilder(name=name, sources=source, BuildOption=options, output_dir=folder)
-
-    _, source = write(text, "main.cpp", extra=builder("library", "source").get_command_line())
-    name, folder = get_name_and_dir_from_output_file_path(source)
-    path: str = builder(name, source, folder).get_target_file_path()
+    folder = Path(cache_dir()) / "teraio"
+    made_of = [compilation.whole_text(source), torch.__version__, *command(folder)]
+    path = folder / f"{source.stem}-{sha256(repr(made_of).encode()).hexdigest()[:32]}.so"
     with _building:
-        if not os.path.exists(path):
-            made = builder(f"{name}.{os.getpid()}", source, folder)  # another process may build it, and any may be killed
-            made.build()
-            os.replace(made.get_target_file_path(), path)
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            made = path.with_suffix(f".{os.getpid()}.so")  # another process may build it, and any may be killed
+            compilation.compile_library(command(made))
+            made.replace(path)
     return path

@@ -18,7 +18,7 @@ from planner.errors import StorageError, TeraioError, UnsupportedError
 from planner.schema import FrozenModel
 from runtime.cuda import cuda_candidates
 from runtime.storage import HostStore, KvikioStore, load_kvikio
-from runtime.system import CudaPinner, host_limits, storage_swap
+from runtime.system import CudaPinner, host_limits, native, storage_swap
 from runtime.transfer import Engine, LinkRates, TorchMemory, choose_path, cpu_candidates
 
 # note: nothing is wrong, but teraio could do more. slow: it works, slower than it should. missing: something does not work.
@@ -58,7 +58,7 @@ _OLDEST_TORCH = (2, 11)
 
 
 def _software() -> Iterator[Finding]:
-    """Yield what is installed. Compiles a small C++ file if that has not been done before, which takes seconds."""
+    """Yield what is installed. Compiles a small C++ file if that was not done before, which takes seconds."""
     python = sys.version_info[:2]
     yield Finding(
         what="Python",
@@ -67,7 +67,7 @@ def _software() -> Iterator[Finding]:
         remedy="" if python >= _OLDEST_PYTHON else "install Python 3.11 or later",
     )
     yield _torch()
-    yield _compiler()
+    yield from _compiler()
     yield Finding(what="solver", verdict="ok", found=f"HiGHS (highspy {importlib.metadata.version('highspy')})")
     if torch.version.cuda is not None:
         yield from _cuda(torch.version.cuda)
@@ -84,18 +84,22 @@ def _torch() -> Finding:
     )
 
 
-def _compiler() -> Finding:
+def _compiler() -> Iterator[Finding]:
+    remedy = "apt-get install g++, or name a compiler in the environment variable CXX"
+    path = native.compiler_path()
     try:
         storage_swap.address(torch.empty(1).untyped_storage())
     except UnsupportedError as error:
-        return Finding(
-            what="C++ compiler",
-            verdict="missing",
-            found=str(error),
-            effect="nothing can move",
-            remedy="apt-get install g++, or name a compiler in the environment variable CXX",
-        )
-    return Finding(what="C++ compiler", verdict="ok", found="builds and loads native code")
+        yield Finding(what="C++ functions", verdict="missing", found=str(error), effect="nothing can move", remedy=remedy)
+    else:
+        yield Finding(what="C++ functions", verdict="ok", found="load")
+    yield Finding(
+        what="C++ compiler",
+        verdict="missing" if path is None else "ok",
+        found=path or "none",
+        effect="" if path else 'Inductor has none for stages on the CPU: train there with codegen="eager"',
+        remedy="" if path else remedy,
+    )
 
 
 def _cuda(version: str) -> Iterator[Finding]:

@@ -2,10 +2,13 @@
 
 Trains a small model by the backend's name, never importing teraio, under a budget that does not fit it;
 compares the losses with eager's; checks that bytes moved, the files are gone and the command line answers.
+With the argument "no-compiler", where there is none: stages are not compiled either, and every byte that comes back is checked.
 Exits with a message and a status other than 0 if one of these does not hold.
 """
 
 import importlib.metadata
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,11 +45,24 @@ def require(condition: bool, message: str) -> None:
         sys.exit(f"smoke test failed: {message}")
 
 
-def main() -> None:
+def check_shipped_libraries() -> None:
+    """Checks that every C++ function came with the wheel: there is no compiler, and none was compiled before."""
+    from runtime.system import missing_gpu
+
+    require(not any(map(shutil.which, ("cc", "c++", "gcc", "g++", "clang"))), f"there is a compiler on {os.environ['PATH']}")
+    with missing_gpu():  # what no training needs
+        pass
+    compiled = list(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.so"))
+    require(not compiled, f"compiled: {compiled}")
+
+
+def main(no_compiler: bool) -> None:
     """Runs every check."""
     expected = losses(lambda model: model)
     with tempfile.TemporaryDirectory(prefix="smoke-") as folder:
         options = {"memory_budget": BUDGET, "storage": folder, "profile_iterations": 2}
+        if no_compiler:
+            options |= {"codegen": "eager", "debug": True}
         found = losses(lambda model: torch.compile(model, backend="teraio", options=options))
         teraio = sys.modules["teraio"]  # the backend's name brought it in
         status = teraio.status()[0]
@@ -58,6 +74,8 @@ def main() -> None:
     require(status.moved_bytes["device->storage"] > 0, f"nothing moved: {status}")
     require(not left, f"files left behind: {left}")
     require("site-packages" in str(teraio.__file__), f"tested {teraio.__file__}, not the installed package")
+    if no_compiler:
+        check_shipped_libraries()
     command = Path(sys.executable).with_name("teraio")
     shown = subprocess.run([command, "--help"], capture_output=True, text=True, check=True).stdout
     require("teraio" in shown, f"`teraio --help` printed {shown!r}")
@@ -67,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] == ["no-compiler"])

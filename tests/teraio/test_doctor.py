@@ -25,7 +25,7 @@ def named(found: Examination, what: str) -> list[Finding]:
 def test_this_machine_has_what_training_needs(tmp_path: Path) -> None:
     found = examine([tmp_path], CPU)
     assert found.healthy
-    assert {"Python", "PyTorch", "C++ compiler", "solver", "host memory", f"storage {tmp_path}"} == {
+    assert {"Python", "PyTorch", "C++ functions", "C++ compiler", "solver", "host memory", f"storage {tmp_path}"} == {
         f.what for f in found.findings
     }
     speed, room = named(found, f"storage {tmp_path}")[0], named(found, f"storage {tmp_path}")[-1]
@@ -53,11 +53,13 @@ def test_without_a_compiler_or_the_gpu_of_its_pytorch(monkeypatch: pytest.Monkey
         raise UnsupportedError("giving tensors other memory needs Linux and a C++ compiler")
 
     monkeypatch.setattr(storage_swap, "address", address)
+    monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     found = examine([], CPU)
     assert not found.healthy
-    (compiler,), (gpu,) = named(found, "C++ compiler"), named(found, "GPU")
-    assert "g++" in compiler.remedy and gpu.verdict == "missing" and "nvidia-smi" in gpu.remedy
+    (functions,), (compiler,), (gpu,) = (named(found, what) for what in ("C++ functions", "C++ compiler", "GPU"))
+    assert "g++" in functions.remedy and compiler.found == "none" and 'codegen="eager"' in compiler.effect
+    assert gpu.verdict == "missing" and "nvidia-smi" in gpu.remedy
 
 
 def test_this_machine_is_described_for_captures(run: RunCommand, tmp_path: Path) -> None:

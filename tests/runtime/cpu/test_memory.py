@@ -503,8 +503,6 @@ print("done")
 
 def test_no_compiler(forking: Forking, tmp_path: Path) -> None:
     code = """
-import sys, torch._inductor.config
-torch._inductor.config.cpp.cxx = (sys.argv[1],)  # as if CXX had named it when Inductor was imported
 from planner.errors import UnsupportedError
 from runtime.cpu import CpuMemory
 try:
@@ -512,5 +510,5 @@ try:
 except UnsupportedError as error:
     print(error)
 """
-    _, printed, errors = forking.run(code, tmp_path / "missing", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    _, printed, errors = forking.run(code, CXX=str(tmp_path / "missing"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
     assert "install g++, or name a compiler in the environment variable CXX" in printed, errors

@@ -1,4 +1,4 @@
-"""C++ functions are compiled once for all processes, and without a look at the processor's vector instructions."""
+"""C++ functions come with a wheel, or are compiled once for all processes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from torch._inductor.cpp_builder import CppBuilder
-from torch._inductor.cpu_vec_isa import VecISA
+import torch
 
 from planner.errors import UnsupportedError
-from runtime.system import native
+from runtime.system import compilation, native
 
 FUNCTIONS: dict[str, native.Signature] = {"three": (ctypes.c_int, [])}
 
@@ -27,55 +26,88 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_it_is_compiled_once_and_without_a_look_at_vector_instructions(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    builds: list[str] = []
-    build = CppBuilder.build
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that compiled something, so far. Each takes a while, so that other threads come meanwhile."""
+    commands: list[list[str]] = []
+    build = compilation.compile_library
 
-    def counted(self: CppBuilder) -> None:
-        builds.append(self.get_target_file_path())
-        build(self)
+    def counted(command: list[str]) -> None:
+        commands.append(command)
+        build(command)
+        time.sleep(0.2)
 
-    def looks(*_: object) -> bool:
-        raise AssertionError("each look starts Python with PyTorch")
+    monkeypatch.setattr(compilation, "compile_library", counted)
+    return commands
 
-    monkeypatch.setattr(CppBuilder, "build", counted)
-    monkeypatch.setattr(VecISA, "check_build", looks)
-    for short in (False, True, False):
-        assert native.load(source, FUNCTIONS, purpose="the test", short=short).three() == 3
+
+def three(source: Path, short: bool = False) -> int:
+    return int(native.load(source, FUNCTIONS, purpose="the test", short=short).three())
+
+
+def test_it_is_compiled_once(source: Path, builds: list[list[str]]) -> None:
+    assert [three(source, short) for short in (False, True, False)] == [3, 3, 3]
     assert len(builds) == 1
     source.with_name("value.h").write_text("int value() { return 4; }\n")
-    assert native.load(source, FUNCTIONS, purpose="the test").three() == 4, "what is included counts"
+    assert three(source) == 4, "what is included counts"
 
 
-def test_threads_that_need_it_at_once_get_one_build(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    builds: list[str] = []
-    build = CppBuilder.build
+def test_another_torch_in_the_same_place_gets_a_build_of_its_own(
+    source: Path, builds: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three(source)
+    monkeypatch.setattr(torch, "__version__", "2.999.0")
+    three(source)
+    assert len(builds) == 2
 
-    def slow(self: CppBuilder) -> None:
-        builds.append(self.get_target_file_path())
-        build(self)
-        time.sleep(0.2)  # the other thread comes meanwhile
 
-    monkeypatch.setattr(CppBuilder, "build", slow)
+def test_threads_that_need_it_at_once_get_one_build(source: Path, builds: list[list[str]]) -> None:
     with ThreadPoolExecutor(2) as threads:
-        libraries = list(threads.map(lambda _: native.load(source, FUNCTIONS, purpose="the test"), range(2)))
-    assert [library.three() for library in libraries] == [3, 3]
+        assert list(threads.map(three, [source] * 2)) == [3, 3]
     assert len(builds) == 1
 
 
 def test_a_build_that_was_ended_is_done_again(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(self: CppBuilder) -> None:
-        Path(self.get_target_file_path()).write_bytes(b"half of a library")
+    def half(command: list[str]) -> None:
+        Path(command[command.index("-o") + 1]).write_bytes(b"half of a library")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(CppBuilder, "build", half)
+        broken.setattr(compilation, "compile_library", half)
         with pytest.raises(KeyboardInterrupt):
-            native.load(source, FUNCTIONS, purpose="the test")
-    assert native.load(source, FUNCTIONS, purpose="the test").three() == 3
+            three(source)
+    assert three(source) == 3
 
 
-def test_what_cannot_be_compiled_says_so(source: Path) -> None:
+def test_what_cannot_be_compiled_says_so(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source.write_text("no function")
-    with pytest.raises(UnsupportedError, match=r"the test needs .* can build three\.cpp"):
-        native.load(source, FUNCTIONS, purpose="the test")
+    with pytest.raises(UnsupportedError, match=r"the test needs .* can build three\.cpp .*three\.cpp:1:1: error"):
+        three(source)
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    with pytest.raises(UnsupportedError, match=r"No such file.*'no-such-compiler'.*; install g\+\+"):
+        three(source)
+
+
+# -- what a wheel brings
+
+
+def test_what_came_with_the_wheel_is_not_compiled(source: Path, builds: list[list[str]]) -> None:
+    shipped = source.with_name("three.so")
+    compilation.compile_library(compilation.command(source, shipped, None))
+    source.with_name("value.h").write_text("int value() { return 4; }\n")  # to see which of them it is
+    assert three(source) == 3 and len(builds) == 1
+
+
+def test_what_came_for_a_newer_system_is_compiled_here_instead(source: Path) -> None:
+    source.with_name("three.so").write_bytes(b"no library of this system")
+    assert three(source) == 3
+
+
+def test_a_library_that_knows_pytorchs_objects_is_for_releases_of_one_minor_version(tmp_path: Path) -> None:
+    (tmp_path / "storage.h").write_text("#include <c10/core/StorageImpl.h>\n")
+    source = tmp_path / "swap.cpp"
+    source.write_text('#include "storage.h"\n')
+    names = [compilation.shipped_name(source, version) for version in ("2.13.0", "2.13.1+cpu", "2.14.0+cu130")]
+    assert names == ["swap.torch-2.13.so", "swap.torch-2.13.so", "swap.torch-2.14.so"]
+    between = ("2.13.0a0+git5c48869", "2.14.0.dev20260801+cpu", "2.14.0rc1")
+    assert [compilation.shipped_name(source, version) for version in between] == [None] * 3
