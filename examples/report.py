@@ -14,17 +14,17 @@ math library adds in another order in each process."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A finished training: its iterations in order, and its report."""
+    """A finished training: its iterations in order, those that count for its speed, one of each turn, and its report."""
 
     name: str
     steps: tuple[Step, ...]
+    turns: tuple[Step, ...]
     report: Report
 
     @property
     def seconds_per_iteration(self) -> float:
-        """Median of the planned iterations. Without any, of all but the first, which compiles."""
-        planned = [step.seconds for step in self.steps if step.phase == "planned"]
-        return median(planned or [step.seconds for step in self.steps[1:]])
+        """Median of the turns."""
+        return median(step.seconds for step in self.turns)
 
     @property
     def file_bytes(self) -> int:
@@ -35,6 +35,12 @@ class Run:
 def mebibytes(size_bytes: int) -> str:
     """Return `size_bytes` as text in MiB."""
     return f"{size_bytes / 2**20:,.0f} MiB"
+
+
+def speed_line(first: Run, second: Run) -> str:
+    """Return the speed of `second` over that of `first`, with its spread over turns: how busy the machine was."""
+    speeds = [one.seconds / other.seconds for one, other in zip(first.turns, second.turns, strict=True)]
+    return f"{median(speeds):.0%} of the speed (in {len(speeds)} turns from {min(speeds):.0%} to {max(speeds):.0%})"
 
 
 def faults(first: Run, second: Run) -> list[str]:

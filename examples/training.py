@@ -22,7 +22,7 @@ Device = Literal["cpu", "cuda"]
 DataType = Literal["float32", "bfloat16"]
 
 
-_OF_STATUS = ("moved_bytes", "busy_seconds", "exposed_seconds", "late_seconds")
+_OF_STATUS = ("device_peak_bytes", "moved_bytes", "busy_seconds", "exposed_seconds", "late_seconds")
 _COPIES = ("Memcpy HtoD", "Memcpy DtoH")
 """Prefixes of the profiler's names for copies between a GPU and main memory."""
 
@@ -62,8 +62,8 @@ class Step(BaseModel):
 
     `iterations`: of how many iterations `seconds` and `optimizer_seconds` are the mean; loss and phase are those of the last one.
     `optimizer_seconds`: the part of the time in the optimizer's step; on a GPU by the GPU's clock. `moved_bytes`, `busy_seconds`,
-    `exposed_seconds`: by link since the start. `late_seconds`: of this iteration. See `teraio.Status`; empty and 0 for another
-    backend.
+    `exposed_seconds`: by link since the start. `device_peak_bytes`: of tensors. `late_seconds`: of this iteration. See
+    `teraio.Status`; empty and 0 for another backend.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -75,6 +75,7 @@ class Step(BaseModel):
     resident_bytes: dict[str, int]
     iterations: int = 1
     optimizer_seconds: float = 0.0
+    device_peak_bytes: int = 0
     moved_bytes: dict[str, int] = {}
     busy_seconds: dict[str, float] = {}
     exposed_seconds: dict[str, float] = {}

@@ -96,7 +96,7 @@ def run(losses: list[float], *, peak_bytes: int, status: dict[str, Any] | None, 
     resident = {"VmHWM": peak_bytes, "VmRSS": peak_bytes, "RssAnon": peak_bytes, "RssFile": 0, "RssShmem": 0}
     steps = tuple(Step(loss=loss, seconds=1.0, tokens=64, phase=phase, resident_bytes=resident) for loss in losses)
     report = Report(peak_bytes=peak_bytes, rest_bytes=0, parameters=1_000_000, status=status)
-    return Run(name="a run", steps=steps, report=report)
+    return Run(name="a run", steps=steps, turns=steps[1:], report=report)
 
 
 def status(**changes: Any) -> dict[str, Any]:
