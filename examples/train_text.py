@@ -69,7 +69,10 @@ class Running:
 def running(setting: Setting, name: str, folder: Path, progress: Progress) -> Iterator[Running]:
     """Train in a process of its own within the block. Steps raise WorkerFailed if it ends early."""
     log = folder / f"{name.replace(' ', '-')}.log"
-    with Worker(setting, log, {**EXACT_MEMORY, "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}) as worker:
+    temporary = folder / "temporary"  # Inductor keeps headers there, wherever its cache folder is
+    temporary.mkdir(parents=True, exist_ok=True)
+    environment = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(temporary / "compiled")}
+    with Worker(setting, log, {**EXACT_MEMORY, **environment}) as worker:
         yield Running(name=name, worker=worker, progress=progress, task=progress.add_task(name, total=None, last="compiling"))
 
 
