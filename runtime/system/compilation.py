@@ -47,8 +47,9 @@ def command(source: Path, library: Path, torch_folder: Path | None) -> list[str]
     made = [*compiler(), *options, str(source), "-o", str(library)]
     if torch_folder is None:
         return made
+    headers = [f"-isystem{torch_folder}/include", f"-fmacro-prefix-map={torch_folder}=torch"]  # no folder of a builder
     # PyTorch has loaded its libraries by then, so they are found by their names.
-    return [*made, f"-isystem{torch_folder}/include", f"-L{torch_folder}/lib", "-Wl,--as-needed", "-lc10", "-ltorch_cpu"]
+    return [*made, *headers, f"-L{torch_folder}/lib", "-Wl,--as-needed", "-lc10", "-ltorch_cpu"]
 
 
 def compile_library(compile_command: list[str]) -> None:
