@@ -45,6 +45,7 @@ from planner.schema import (
     Stage,
     Subgroup,
     Trace,
+    Work,
 )
 from planner.simulator import HostUpdate, StageTimes, Timeline, Transfer, simulate
 from planner.subgroup_size import Station, stations_of_step, step_seconds, subgroup_bytes
@@ -85,6 +86,7 @@ __all__ = [
     "TraceError",
     "Transfer",
     "UnsupportedError",
+    "Work",
     "floor",
     "inactive_periods",
     "of_equal_ranks",

@@ -141,6 +141,8 @@ def capture(
     subgroup_bytes: int | None = None,
     calibrate: str | PathLike[str] | None = None,
     smaller: Callable[[], Callable[[], object]] | None = None,
+    tokens: int | None = None,
+    samples: int | None = None,
 ) -> planner.Trace:
     """Return the trace of one training step as it would run on `hardware`, without its memory. Computes nothing.
 
@@ -158,6 +160,7 @@ def capture(
     subgroup_bytes: how much of the optimizer is updated at once, parameters, gradients and states together.
     calibrate: a trace that was measured on the hardware (option `trace_out`), of a training of a smaller size; efficiencies are
     fitted to its times. smaller: that training, a function as above; default: the training that is captured.
+    tokens, samples: how many a step processes, so that the trace tells them a second. It has the model's operations, too.
 
     Waits until the step has run some times: seconds for small models, minutes for large ones. Raises UnsupportedError if the step
     depends on values of tensors or on a GPU's driver, does not repeat, or if teraio is training in this process; OptionsError for
@@ -175,6 +178,8 @@ def capture(
         subgroup_bytes=subgroup_bytes,
         calibrate=calibrate,
         smaller=smaller,
+        tokens=tokens,
+        samples=samples,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import planner
 from planner.errors import BudgetError, TeraioError
 from planner.problem import SolverSettings, live_bytes
-from planner.schema import Budgets, FrozenModel, Predicted
+from planner.schema import Budgets, FrozenModel, Predicted, Work
 from planner.simulator import STAGES, critical_path
 
 # no plan exists: it is proved, since one stage alone needs more. none was found: a plan may exist, but the planner has none.
@@ -43,6 +43,7 @@ _HARDLY = 0.01  # share of the iteration below which waiting is not worth a word
 class Answer(FrozenModel):
     """One case. speed: samples in a second, relative to the training as asked for; None if either has no plan.
 
+    work: of its iteration.
     predicted, holds_up: of the best plan; None and "" without one. holds_up: what its critical path spends the most time on,
     besides computing. written_bytes_per_day: to the drives, in training without a break. lifetime_days: until the rated bytes
     of the drives are written; None if that was not asked for, or if nothing is written. reason: why there is no plan.
@@ -54,6 +55,7 @@ class Answer(FrozenModel):
     floor_bytes: int
     peak_bytes: int
     ideal_seconds: float
+    work: Work | None = None
     predicted: Predicted | None = None
     speed: float | None = None
     holds_up: str = ""
@@ -119,6 +121,7 @@ def _answer(case: Case, asked: planner.Plan | None, settings: SolverSettings) ->
         floor_bytes=planner.floor(case.trace)[0],
         peak_bytes=max(live_bytes(case.trace)),
         ideal_seconds=case.trace.ideal_seconds,
+        work=case.trace.work,
         reason=reason,
     )
     return answer, plan
@@ -236,6 +239,7 @@ def with_batch(trace: planner.Trace, factor: int) -> planner.Trace:
             )
             for group in trace.recompute
         ),
+        work=trace.work and trace.work.times(factor),
     )
 
 
@@ -307,6 +311,7 @@ def with_accumulation(trace: planner.Trace) -> planner.Trace:
         subgroups=tuple(each.model_copy(update={"stage": each.stage + shift}) for each in trace.subgroups),
         recompute=tuple(groups),
         not_recomputed=(),
+        work=trace.work and trace.work.times(2),
     )
 
 

@@ -36,12 +36,14 @@ Training = tuple[nn.Module, tuple[Tensor, ...], Callable[[Tensor], Tensor] | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """A training to capture, and for which machine: a name or a file."""
+    """A training to capture, and for which machine: a name or a file. tokens, samples: of a step."""
 
     title: str
     name: str
     hardware: str | Path
     make: Callable[[], Training]
+    tokens: int | None = None
+    samples: int | None = None
 
     @property
     def path(self) -> Path:
@@ -59,6 +61,8 @@ class Capture:
             optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
             hardware=self.hardware,
             name=self.title,
+            tokens=self.tokens,
+            samples=self.samples,
         )
 
 
@@ -92,18 +96,39 @@ def _cross_entropy(logits: Tensor) -> Tensor:
 
 
 CAPTURES = (
-    Capture(title="Llama-3-8B, 4 x 2048, fp32", name="llama-3-8b", hardware=PAPER, make=_llama(SIZES["llama-3-8b"], 4)),
-    Capture(title="Granite-8B-code, 12 x 2048, fp32", name="granite-8b-code", hardware=PAPER, make=_llama(GRANITE_8B, 12)),
-    Capture(title="Llama-3-70B, 2 x 2048, fp32", name="llama-3-70b", hardware=PAPER, make=_llama(SIZES["llama-3-70b"], 2)),
-    Capture(title="GPT-2 124M, 16 x 1024, fp32", name="gpt2-124m", hardware="rtx4090", make=_gpt2),
+    Capture(
+        title="Llama-3-8B, 4 x 2048, fp32",
+        name="llama-3-8b",
+        hardware=PAPER,
+        make=_llama(SIZES["llama-3-8b"], 4),
+        tokens=4 * 2048,
+    ),
+    Capture(
+        title="Granite-8B-code, 12 x 2048, fp32",
+        name="granite-8b-code",
+        hardware=PAPER,
+        make=_llama(GRANITE_8B, 12),
+        tokens=12 * 2048,
+    ),
+    Capture(
+        title="Llama-3-70B, 2 x 2048, fp32",
+        name="llama-3-70b",
+        hardware=PAPER,
+        make=_llama(SIZES["llama-3-70b"], 2),
+        tokens=2 * 2048,
+    ),
+    Capture(title="GPT-2 124M, 16 x 1024, fp32", name="gpt2-124m", hardware="rtx4090", make=_gpt2, tokens=16 * 1024),
     Capture(
         title="Llama-3.2-1B, 4 x 2048, bf16",
         name="llama-3.2-1b-bf16",
         hardware="rtx4090",
         make=_llama(SIZES["llama-3.2-1b"], 4, torch.bfloat16),
+        tokens=4 * 2048,
     ),
-    Capture(title="ViT-L/16, 128 images, fp32", name="vit-l-16", hardware="rtx4090", make=_vit),
-    Capture(title="Mixture of experts, 8 x 2048, bf16", name="mixture-of-experts", hardware="rtx4090", make=_moe),
+    Capture(title="ViT-L/16, 128 images, fp32", name="vit-l-16", hardware="rtx4090", make=_vit, samples=128),
+    Capture(
+        title="Mixture of experts, 8 x 2048, bf16", name="mixture-of-experts", hardware="rtx4090", make=_moe, tokens=8 * 2048
+    ),
 )
 
 

@@ -29,4 +29,5 @@ from planner.schema.trace import (
     Subgroup,
     Tier,
     Trace,
+    Work,
 )

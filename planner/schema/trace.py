@@ -17,7 +17,7 @@ from planner.schema.models import Bytes, FrozenModel, GrownModel, Id, Ids, Secon
 
 FORMAT = "teraio.trace"
 VERSION = 1
-_WITHOUT_EFFECT = {"name", "created_by", "subgroup_bytes", "not_recomputed"}  # fields that plans do not depend on
+_WITHOUT_EFFECT = {"name", "created_by", "subgroup_bytes", "not_recomputed", "work"}  # fields that plans do not depend on
 
 Tier = Literal["device", "host", "storage"]
 # What a stage belongs to. "recompute": a re-run of a plan, see `planner.recomputed`; never in a file.
@@ -25,6 +25,7 @@ Phase = Literal["forward", "backward", "optimizer", "user", "recompute"]
 BlockKind = Literal["parameter", "gradient", "optimizer_state", "activation", "buffer"]
 Rate = Annotated[float, Field(ge=1e-60)]
 SubgroupBytes = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(gt=0)]
 
 
 class Link(GrownModel):
@@ -219,6 +220,25 @@ class NotRecomputed(FrozenModel):
     reason: str
 
 
+class Work(FrozenModel):
+    """What an iteration gets done, so that its time tells rates. For people; plans do not depend on it. None: not known.
+
+    tokens, samples: of its batches. flops: floating-point operations of the model: matmuls, convolutions and attention, without
+    what runs again in the backward pass, so that their share of the peak is MFU and not HFU. peak_flops_per_second: of the
+    machine, in the precisions of these operations.
+    """
+
+    tokens: Count | None = None
+    samples: Count | None = None
+    flops: Rate | None = None
+    peak_flops_per_second: Rate | None = None
+
+    def times(self, factor: int) -> Self:
+        """Return the work of an iteration with `factor` times the batches."""
+        grown = {name: value * factor for name in ("tokens", "samples", "flops") if (value := getattr(self, name)) is not None}
+        return self.model_copy(update=grown)
+
+
 class Trace(GrownModel):
     """One iteration as measured: stages in order, blocks with their uses, links.
 
@@ -228,7 +248,7 @@ class Trace(GrownModel):
     `recompute`: at most one group for each stage.
     """
 
-    added_later = ("subgroup_bytes", "not_recomputed")
+    added_later = ("subgroup_bytes", "not_recomputed", "work")
 
     format: Literal["teraio.trace"] = "teraio.trace"
     version: Literal[1] = 1
@@ -241,13 +261,14 @@ class Trace(GrownModel):
     recompute: Annotated[tuple[RecomputeGroup, ...], FailFast()] = ()
     subgroup_bytes: SubgroupBytes | None = None
     not_recomputed: Annotated[tuple[NotRecomputed, ...], FailFast()] = ()
+    work: Work | None = None
     stored_fingerprint: str | None = Field(
         default=None, validation_alias="fingerprint", serialization_alias="fingerprint", exclude=True
     )
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of all that plans depend on: not of name, creator, `subgroup_bytes` and `not_recomputed`."""
+        """Hash of all that plans depend on: not of name, creator and the other fields in `_WITHOUT_EFFECT`."""
         content = self.model_dump(mode="json", by_alias=True, exclude=_WITHOUT_EFFECT)
         if not self.hardware.shared:
             del content["hardware"]["shared"]  # added later: older traces keep their fingerprints

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -61,10 +62,28 @@ class _Capture:
         self._description = description
         self._subgroup_bytes = subgroup_bytes
         self._device = ModelledDevice()
-        self.work = EagerWork(lambda kernel: self._device.advance(description.stage_seconds([kernel])))
+        self.work = EagerWork(self._eager)
+        self._flops: dict[torch.dtype, float] = defaultdict(float)  # of the model, in the step that runs
         self._phases: list[_CapturePhase] = []
         self.executed: list[Sequence[Kernel]] = []
         """The kernels of each stage of a compiled graph that has run, in order."""
+
+    def _eager(self, kernel: Kernel) -> None:
+        self._device.advance(self._description.stage_seconds([kernel]))
+        if not (_in_backward() and torch.is_grad_enabled()):  # or a checkpointed part of the forward pass runs again
+            self._flops[kernel.dtype] += kernel.model_flops
+
+    def begin_step(self) -> None:
+        """Count the model's operations from here."""
+        self._flops.clear()
+
+    def work_of_step(self, tokens: int | None, samples: int | None) -> planner.Work:
+        """Return what the last step got done."""
+        flops = sum(self._flops.values())
+        at_peak = sum(count / self._description.peak(dtype) for dtype, count in self._flops.items())
+        return planner.Work(
+            tokens=tokens, samples=samples, flops=flops or None, peak_flops_per_second=flops / at_peak if at_peak else None
+        )
 
     def new_run(
         self, options: Options, device: torch.device, parts: RunParts, shared: Shared, ranks: RankGroup | None
@@ -95,6 +114,8 @@ class _Capture:
         kernels = kernels_of(module.graph)
         workspace = workspace_bytes(module.graph, fuses=fuses)
         seconds = self._description.stage_seconds(kernels)
+        is_backward = bool(options.get("is_backward"))
+        once = [kernel for kernel in kernels if not (is_backward and kernel.of_forward)]
 
         def stage(values: list[Any]) -> Sequence[Any]:
             before = {tensor.untyped_storage()._cdata for tensor in values if isinstance(tensor, Tensor)}
@@ -105,6 +126,8 @@ class _Capture:
             self._device.allocate(sum(new.values()) + workspace)
             self._device.advance(seconds)
             self.executed.append(kernels)
+            for kernel in once if is_backward or not _in_backward() else ():
+                self._flops[kernel.dtype] += kernel.model_flops
             return made
 
         return stage
@@ -133,34 +156,43 @@ def capture(
     subgroup_bytes: int | None = None,
     calibrate: str | os.PathLike[str] | planner.Trace | None = None,
     smaller: Callable[[], Step] | None = None,
+    tokens: int | None = None,
+    samples: int | None = None,
 ) -> planner.Trace:
     """See `teraio.capture`. hardware: may be a description, too. calibrate: may be a trace, too."""
     if REGISTRY.runs():
         raise UnsupportedError("teraio is training in this process; capture in another process, or call teraio.reset() first")
     if name is not None and len(name) > MAX_TEXT_CHARACTERS:
         raise OptionsError(f"capture: a name of {len(name):,} characters; at most {MAX_TEXT_CHARACTERS:,} can be read again")
+    for what, count in (("tokens", tokens), ("samples", samples)):
+        if count is not None and count < 1:
+            raise OptionsError(f"capture: found {what}={count}, wanted how many a step processes: 1 or more, or leave it out")
     description = hardware if isinstance(hardware, MachineDescription) else MachineDescription.load(hardware)
     device = torch.device("cpu" if description.gpu is None else "cuda")
     training = _training(model_or_training, inputs, optimizer or torch.optim.AdamW, loss, device)
     if calibrate is not None:
         measured = calibrate if isinstance(calibrate, planner.Trace) else planner.Trace.load(calibrate)
-        trace, executed = _run(smaller or training, description, measured.subgroup_bytes)
-        description = calibrated(description, matched(trace, executed, measured))
+        trace, captured = _run(smaller or training, description, measured.subgroup_bytes)
+        description = calibrated(description, matched(trace, captured.executed, measured))
     elif smaller is not None:
         raise OptionsError("capture: smaller is the training of a measured trace; give that trace as calibrate")
-    trace, _ = _run(training, description, subgroup_bytes)
+    trace, captured = _run(training, description, subgroup_bytes)
     created_by = f"teraio, torch {torch.__version__}, captured for {description.hardware.name}"
     if calibrate is not None:
         created_by += (
             f", fitted: clock share {description.clock_share:.2f}, memory efficiency {description.memory_efficiency:.2f}"
         )
-    return trace.rebuilt(name=name or getattr(training, "__name__", "capture"), created_by=created_by)
+    return trace.rebuilt(
+        name=name or getattr(training, "__name__", "capture"),
+        created_by=created_by,
+        work=captured.work_of_step(tokens, samples),
+    )
 
 
 def _run(
     training: Callable[[], Step], description: MachineDescription, subgroup_bytes: int | None
-) -> tuple[planner.Trace, list[Sequence[Kernel]]]:
-    """Run the training until its trace is there. Returns the kernels of all stages that ran, too."""
+) -> tuple[planner.Trace, _Capture]:
+    """Run the training until its trace is there."""
     captured = _Capture(description, subgroup_bytes)
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fake.allow_scalar_outputs = True
@@ -174,11 +206,17 @@ def _run(
             for _ in range(_MOST_STEPS):
                 if captured.profile is not None:
                     break
+                captured.begin_step()
                 step()
         profile = captured.profile
         if profile is None:
             raise UnsupportedError(f"after {_MOST_STEPS} steps there is no trace yet: {captured.waiting_for}")
-    return profile.trace, captured.executed
+    return profile.trace, captured
+
+
+def _in_backward() -> bool:
+    """Return whether autograd runs a backward pass, in which a forward pass can only run again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _training(

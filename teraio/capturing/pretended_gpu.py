@@ -41,11 +41,13 @@ class _Generator:
     def manual_seed(self, seed: int) -> Self:
         return self
 
-    def graphsafe_get_state(self) -> Self:
+    def get_state(self) -> Self:
         return self
 
-    def graphsafe_set_state(self, state: object) -> Self:
+    def set_state(self, state: object) -> Self:
         return self
+
+    graphsafe_get_state, graphsafe_set_state = get_state, set_state
 
 
 @contextlib.contextmanager

@@ -28,10 +28,6 @@ Storage = Annotated[str | None, typer.Option(help="Storage budget. 0: the drives
 Policy = Annotated[str, typer.Option(help=f"Planning policy: {', '.join(POLICIES)}.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Rows = Annotated[int, typer.Option("--rows", min=0, help="Number of rows to show of each long table.")]
-Tokens = Annotated[
-    int | None,
-    typer.Option(min=1, help="Tokens of an iteration. Tables show the tokens a second, too.", show_default="none"),
-]
 
 TimeLimit = Annotated[
     float,

@@ -18,7 +18,8 @@ from teraio.cli.output import (
     exact_bytes,
     format_bytes,
     format_seconds,
-    iteration_time,
+    rate_columns,
+    work_of,
 )
 
 Progress = Callable[[str], None]  # called with a text that says what is being planned now
@@ -41,6 +42,7 @@ def compare_policies(
     return {
         "trace_name": trace.name,
         "budgets": data_of(budgets),
+        "work": work_of(trace),
         "ideal_seconds": trace.ideal_seconds,
         "lower_bound_seconds": max(bounds, default=None),
         "verdicts": verdicts,
@@ -75,6 +77,7 @@ def sweep_budgets(
     return {
         "trace_name": trace.name,
         "policy": policy,
+        "work": work_of(trace),
         "ideal_seconds": trace.ideal_seconds,
         "floor_bytes": planner.floor(trace)[0],
         "peak_bytes": max(live_bytes(trace)),
@@ -108,11 +111,11 @@ def comparison_page(comparison: Data) -> Page:
 
 def comparison_table(comparison: Data) -> Table:
     """Return a row for each policy."""
-    achieved = _achieved(">over the bound", comparison["lower_bound_seconds"])
+    achieved = _achieved(">over the bound", comparison["lower_bound_seconds"], comparison["work"])
     return Table(columns={"policy": "policy", **achieved, "note": "error"}, rows=comparison["verdicts"])
 
 
-def sweep_page(sweep: Data, tokens: int | None) -> Page:
+def sweep_page(sweep: Data) -> Page:
     """Show iteration time against device budget."""
     overview = {
         "trace": sweep["trace_name"],
@@ -121,10 +124,10 @@ def sweep_page(sweep: Data, tokens: int | None) -> Page:
         "floor (smallest budget)": exact_bytes(sweep["floor_bytes"]),
         "peak if nothing moves": exact_bytes(sweep["peak_bytes"]),
     }
-    return Facts(overview), sweep_table(sweep, tokens)
+    return Facts(overview), sweep_table(sweep)
 
 
-def sweep_table(sweep: Data, tokens: int | None = None) -> Table:
+def sweep_table(sweep: Data) -> Table:
     """Return a row for each device budget."""
 
     def note(point: Data) -> str:
@@ -132,18 +135,19 @@ def sweep_table(sweep: Data, tokens: int | None = None) -> Table:
         smaller = planned_for is not None and planned_for < point["device_bytes"]
         return f"the plan for {format_bytes(planned_for)}" if smaller else point["error"]
 
-    achieved = _achieved(">over the ideal", sweep["ideal_seconds"], tokens)
+    achieved = _achieved(">over the ideal", sweep["ideal_seconds"], sweep["work"])
     return Table(columns={">device budget": "device_bytes", **achieved, "note": note}, rows=sweep["points"])
 
 
-def _achieved(over: str, seconds: float | None, tokens: int | None = None) -> Mapping[str, Column]:
+def _achieved(over: str, seconds: float | None, work: Data | None) -> Mapping[str, Column]:
     """Return the columns of what a plan achieves. over: the name of that for its time beyond `seconds`."""
 
     def beyond(row: Data) -> str:
         return f"{row['predicted']['iteration_seconds'] / seconds - 1:.1%}" if row["predicted"] and seconds else ""
 
     return {
-        ">iteration": lambda row: row["predicted"] and iteration_time(row["predicted"]["iteration_seconds"], tokens),
+        ">iteration": "predicted.iteration_seconds",
+        **rate_columns(work),
         over: beyond,
         ">stall": "predicted.stall_seconds",
         ">recomputed": lambda row: row["predicted"] and format_seconds(row["predicted"].get("recompute_seconds", 0.0)),

@@ -22,7 +22,7 @@ from planner.schema import write_atomic
 from teraio.advice import Case
 from teraio.advice import advise as advice_of
 from teraio.cli import arguments
-from teraio.cli.arguments import AsJson, Device, Host, Rows, Storage, Tokens, TraceFile, with_solver_options
+from teraio.cli.arguments import AsJson, Device, Host, Rows, Storage, TraceFile, with_solver_options
 from teraio.cli.output import (
     Column,
     Data,
@@ -34,10 +34,10 @@ from teraio.cli.output import (
     exact_bytes,
     format_bytes,
     format_seconds,
+    rate_columns,
     save,
     show_or_print,
     some_seconds,
-    token_rate,
 )
 from teraio.cli.trace_summary import summarise_trace, trace_page
 from teraio.options import require_directory
@@ -64,7 +64,10 @@ def capture(
         str | None,
         typer.Option(metavar="MODULE:FUNCTION", help="The training of that trace.", show_default="the one that is captured"),
     ] = None,
-    tokens: Tokens = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a step, to show them a second.", show_default="none")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="The same for samples, such as images.", show_default="none")] = None,
     as_json: AsJson = False,
     rows: Rows = 10,
 ) -> None:
@@ -82,10 +85,12 @@ def capture(
             subgroup_bytes=size,
             calibrate=calibrate,
             smaller=None if smaller is None else _function_of(smaller),
+            tokens=tokens,
+            samples=samples,
         )
     save(trace, output)
     summary = summarise_trace(trace)
-    show_or_print(summary, trace_page(summary, rows, tokens), as_json=as_json)
+    show_or_print(summary, trace_page(summary, rows), as_json=as_json)
 
 
 def _function_of(target: str) -> Callable[[], Any]:
@@ -115,7 +120,6 @@ def advise(
     drives: Annotated[int, typer.Option(min=1, help="Number of drives behind the storage tier of the trace.")] = 1,
     tbw: Annotated[str | None, typer.Option(help="Rated bytes written of each drive (TBW), such as 600TB.")] = None,
     plans: Annotated[Path | None, typer.Option(help="Directory for the traces and plans behind each line.")] = None,
-    tokens: Tokens = None,
     as_json: AsJson = False,
     *,
     settings: SolverSettings,
@@ -143,20 +147,14 @@ def advise(
             made=keep,
         )
     data = data_of(found)
-    show_or_print(data, _advice_page(data, tokens), as_json=as_json)
+    show_or_print(data, _advice_page(data), as_json=as_json)
     if found.answers[0].predicted is None:
         raise typer.Exit(1)
 
 
-def _advice_page(advice: Data, tokens: int | None) -> Page:
+def _advice_page(advice: Data) -> Page:
     """Show what was asked for, then each change beside it."""
     asked = advice["answers"][0]
-
-    def speed(answer: Data) -> str:
-        if answer["speed"] is None:
-            return ""
-        seconds = asked["predicted"]["iteration_seconds"] / answer["speed"]  # for the tokens of the case asked for
-        return f"{answer['speed']:.2f}x" + token_rate(seconds, tokens)
 
     overview = {
         "trace": advice["trace_name"],
@@ -171,7 +169,8 @@ def _advice_page(advice: Data, tokens: int | None) -> Page:
         "fits": "fit",
         ">iteration": "predicted.iteration_seconds",
         ">without waiting": lambda answer: answer["predicted"] and format_seconds(answer["ideal_seconds"]),
-        ">speed": speed,
+        ">speed": lambda answer: "" if answer["speed"] is None else f"{answer['speed']:.2f}x",
+        **rate_columns(asked["work"]),
         "held up by": _held_up,
         ">recomputed": lambda answer: answer["predicted"] and some_seconds(answer["predicted"].get("recompute_seconds")),
         ">written a day": _written,

@@ -68,6 +68,11 @@ def data_of(model: FrozenModel) -> Data:
     return model.model_dump(mode="json", by_alias=True)
 
 
+def work_of(trace: planner.Trace) -> Data | None:
+    """Return what an iteration of the trace gets done, as data."""
+    return None if trace.work is None else data_of(trace.work)
+
+
 def show_or_print(data: Data, page: Page, *, as_json: bool) -> None:
     """Print the data as JSON if that is asked for, else the page that shows it. Raises as `write_out` does."""
     if as_json:
@@ -172,14 +177,35 @@ def format_seconds(seconds: float) -> str:
     return "0 s" if seconds <= 0 else f"{seconds / 1e-9:.0f} ns"
 
 
-def iteration_time(seconds: float, tokens: int | None) -> str:
-    """Return "1.50 s", or "1.50 s, 5,461 tokens/s" for the tokens of an iteration."""
-    return format_seconds(seconds) + token_rate(seconds, tokens)
+def rates(seconds: float | None, work: Data | None) -> dict[str, str]:
+    """Return what is done in a second if an iteration takes so long: "tokens/s", "samples/s", "TFLOP/s" and "MFU".
+
+    work: of the iteration, as in a trace; what it does not say is left out.
+    """
+    if not seconds or not work:
+        return {}
+    found = {f"{each}/s": _three_digits(work[each] / seconds) for each in ("tokens", "samples") if work[each]}
+    if work["flops"]:
+        found["TFLOP/s"] = _three_digits(work["flops"] / seconds / 1e12)
+        if work["peak_flops_per_second"]:
+            found["MFU"] = share(work["flops"], work["peak_flops_per_second"] * seconds)
+    return found
 
 
-def token_rate(seconds: float, tokens: int | None) -> str:
-    """Return ", 5,461 tokens/s" for the tokens of an iteration; "" without them."""
-    return f", {tokens / seconds:,.0f} tokens/s" if tokens and seconds > 0 else ""
+def iteration_time(seconds: float | None, work: Data | None) -> str:
+    """Return "1.50 s", or "1.50 s, 5,461 tokens/s, 312 TFLOP/s, 31.5% MFU"; "" for None."""
+    if seconds is None:
+        return ""
+    return ", ".join((format_seconds(seconds), *(f"{rate} {name}" for name, rate in rates(seconds, work).items())))
+
+
+def rate_columns(work: Data | None) -> dict[str, Column]:
+    """Return a column for each rate of rows with what is `predicted`. work: of each row that has none of its own."""
+
+    def column(name: str) -> Column:
+        return lambda row: row["predicted"] and rates(row["predicted"]["iteration_seconds"], row.get("work", work)).get(name)
+
+    return {f">{name}": column(name) for name in rates(1.0, work)}
 
 
 def some_seconds(seconds: float | None) -> str:
@@ -211,4 +237,4 @@ def named(number: int | None, name: str | None) -> str:
 
 
 def _three_digits(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"

@@ -17,7 +17,7 @@ from planner.policies import POLICIES
 from planner.problem import SolverSettings
 from planner.schema import FrozenModel, printable, read_format
 from teraio.cli import arguments
-from teraio.cli.arguments import AsJson, Device, Host, PlanFile, Policy, Rows, Storage, Tokens, TraceFile, with_solver_options
+from teraio.cli.arguments import AsJson, Device, Host, PlanFile, Policy, Rows, Storage, TraceFile, with_solver_options
 from teraio.cli.comparison import compare_policies, comparison_page, sweep_budgets, sweep_page
 from teraio.cli.output import data_of, save, show_or_print, write_out
 from teraio.cli.plan_summary import plan_page, summarise_plan
@@ -44,7 +44,6 @@ def plan(
     storage: Storage = None,
     policy: Policy = "ilp",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan.")] = None,
-    tokens: Tokens = None,
     as_json: AsJson = False,
     rows: Rows = 10,
     *,
@@ -59,15 +58,15 @@ def plan(
         made = planner.plan(loaded, budgets, policy=policy, **asdict(settings))
     if output is not None:
         save(made, output)
-    show_or_print(data_of(made), plan_page(summarise_plan(made, loaded), rows, tokens), as_json=as_json)
+    show_or_print(data_of(made), plan_page(summarise_plan(made, loaded), rows), as_json=as_json)
 
 
-def simulate(trace: TraceFile, plan: PlanFile, tokens: Tokens = None, as_json: AsJson = False, rows: Rows = 10) -> None:
+def simulate(trace: TraceFile, plan: PlanFile, as_json: AsJson = False, rows: Rows = 10) -> None:
     """Replay PLAN on TRACE in the simulator. Shows iteration time, stalls, peak memory, the work of each link and of the host's
     processor, and the critical path."""
     loaded, decided = planner.Trace.load(trace), planner.Plan.load(plan)
     summary = summarise_replay(loaded, decided, planner.simulate(loaded, decided))
-    show_or_print(summary, replay_page(summary, rows, tokens), as_json=as_json)
+    show_or_print(summary, replay_page(summary, rows), as_json=as_json)
 
 
 @with_solver_options
@@ -100,7 +99,6 @@ def sweep(
     host: Host = None,
     storage: Storage = None,
     policy: Policy = "ilp",
-    tokens: Tokens = None,
     as_json: AsJson = False,
     *,
     settings: SolverSettings,
@@ -114,7 +112,7 @@ def sweep(
         )
     if found["points"][-1]["predicted"] is None:
         raise planner.TeraioError(f"no budget of the range suffices: {found['points'][-1]['error']}")
-    show_or_print(found, sweep_page(found, tokens), as_json=as_json)
+    show_or_print(found, sweep_page(found), as_json=as_json)
 
 
 def inspect(

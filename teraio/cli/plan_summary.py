@@ -20,6 +20,7 @@ from teraio.cli.output import (
     named,
     share,
     some_seconds,
+    work_of,
 )
 from teraio.cli.replay_summary import critical_fact, links_table, peak_facts, processor_fact, summarise_replay, waiting
 from teraio.cli.trace_summary import copy_seconds
@@ -50,6 +51,7 @@ def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None, *, ra
     return {
         **plan.model_dump(mode="json", include={"policy", "trace_fingerprint", "budgets", "solver", "predicted"}),
         "trace_name": None if trace is None else trace.name,
+        "work": None if trace is None else work_of(trace),
         "blocks_moved": len({move.block for move in plan.moves}),
         "dropped": sum(move.offload is None for move in plan.moves),
         "moves": sorted(moves, key=lambda move: -(move["size_bytes"] or 0)),
@@ -188,7 +190,7 @@ def _stage_name(stage: int, trace: planner.Trace) -> str:
     return trace.stages[position].name + (" (next iteration)" if iteration else "")
 
 
-def plan_page(plan: Data, rows: int, tokens: int | None = None) -> Page:
+def plan_page(plan: Data, rows: int) -> Page:
     """Show overview, prediction, moves and re-runs, `rows` of each; with links, stalls and critical path if it was replayed."""
     solver, critical, predicted, processor = plan["solver"], plan["critical"], plan["predicted"], plan["host_processor"]
     ended = solver["status"] if solver["gap"] is None else f"{solver['status']}, gap {solver['gap']:.2%}"
@@ -207,7 +209,7 @@ def plan_page(plan: Data, rows: int, tokens: int | None = None) -> Page:
     }
     return (
         Facts(overview),
-        *([Facts(_prediction(predicted, tokens), title="predicted, per iteration")] if predicted else []),
+        *([Facts(_prediction(predicted, plan["work"]), title="predicted, per iteration")] if predicted else []),
         _moves(plan["moves"], rows),
         _reruns(plan["reruns"], rows),
         links_table(plan["links"] or (), iteration),
@@ -215,10 +217,10 @@ def plan_page(plan: Data, rows: int, tokens: int | None = None) -> Page:
     )
 
 
-def _prediction(predicted: Data, tokens: int | None) -> dict[str, str]:
+def _prediction(predicted: Data, work: Data | None) -> dict[str, str]:
     stall, iteration = predicted["stall_seconds"], predicted["iteration_seconds"]
     return {
-        "iteration": iteration_time(iteration, tokens),
+        "iteration": iteration_time(iteration, work),
         "without waiting": format_seconds(predicted["ideal_seconds"]),
         "recomputation": some_seconds(predicted.get("recompute_seconds")),
         "no plan is faster than": format_seconds(predicted["lower_bound_seconds"]),

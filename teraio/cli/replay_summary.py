@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import planner
 from planner.problem import recompute_seconds
 from planner.simulator import STAGES, PathSegment, critical_path
-from teraio.cli.output import Data, Facts, Page, Table, exact_bytes, format_seconds, iteration_time, share, some_seconds
+from teraio.cli.output import Data, Facts, Page, Table, exact_bytes, format_seconds, iteration_time, share, some_seconds, work_of
 
 _ROUNDING_SECONDS = 1e-9  # sums of times differ by less: a shorter stall is none
 
@@ -31,6 +31,7 @@ def summarise_replay(trace: planner.Trace, plan: planner.Plan, timeline: planner
     ]
     path = critical_path(trace, plan, timeline)
     return {
+        "work": work_of(trace),
         "iteration_seconds": timeline.iteration_seconds,
         "ideal_seconds": trace.ideal_seconds,
         "recompute_seconds": recompute_seconds(trace, plan.recompute),
@@ -71,11 +72,11 @@ def _segment(trace: planner.Trace, stages: Sequence[planner.Stage], piece: PathS
     return {"resource": piece.resource, "index": piece.index, "name": name, **times}
 
 
-def replay_page(replay: Data, rows: int, tokens: int | None = None) -> Page:
+def replay_page(replay: Data, rows: int) -> Page:
     """Show overview, links, and `rows` each of the longest stalls and of the copies on the critical path."""
     iteration = replay["iteration_seconds"]
     overview = {
-        "iteration": iteration_time(iteration, tokens),
+        "iteration": iteration_time(iteration, replay["work"]),
         "in the plan's file": "not given" if replay["planned_seconds"] is None else format_seconds(replay["planned_seconds"]),
         "without waiting": format_seconds(replay["ideal_seconds"]),
         "recomputation": some_seconds(replay["recompute_seconds"]),

@@ -20,6 +20,7 @@ from teraio.cli.output import (
     format_seconds,
     iteration_time,
     some_seconds,
+    work_of,
 )
 
 _LEVELS = "·▁▂▃▄▅▆▇█"
@@ -49,6 +50,7 @@ def summarise_trace(trace: planner.Trace) -> Data:
         "created_by": trace.created_by,
         "fingerprint": trace.fingerprint,
         "hardware": data_of(trace.hardware),
+        "work": work_of(trace),
         "ideal_seconds": trace.ideal_seconds,
         "collective_seconds": sum(stage.collective_seconds for stage in trace.stages),
         "peak_bytes": live[peak_stage],
@@ -161,7 +163,7 @@ def _recompute(trace: planner.Trace) -> Data:
     }
 
 
-def trace_page(trace: Data, rows: int, tokens: int | None = None) -> Page:
+def trace_page(trace: Data, rows: int) -> Page:
     """Show overview, phases, kinds of blocks, optimizer subgroups, memory over time, links and their shared rates.
 
     Then `rows` each of the longest stages, of the largest blocks and of those with the longest inactive periods.
@@ -171,7 +173,7 @@ def trace_page(trace: Data, rows: int, tokens: int | None = None) -> Page:
         "made by": trace["created_by"],
         "fingerprint": trace["fingerprint"],
         "hardware": trace["hardware"]["name"],
-        "iteration without waiting": iteration_time(trace["ideal_seconds"], tokens),
+        "iteration without waiting": iteration_time(trace["ideal_seconds"], trace["work"]),
         "of that in collectives": some_seconds(trace["collective_seconds"]),
         "peak if nothing moves": f"{exact_bytes(trace['peak_bytes'])}, in {trace['peak_stage']}",
         "floor (smallest budget)": f"{exact_bytes(trace['floor_bytes'])}, set by {trace['floor_stage']}",

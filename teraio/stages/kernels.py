@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from teraio.stages.cost import flops, is_heavy, operator_flops
 from teraio.stages.operators import (
     base_name,
+    carries_random_state,
     fake_tensors,
     is_creation,
     is_getitem,
@@ -89,13 +90,20 @@ KernelKind = Literal["product", "attention", "attention backward", "fused", "ope
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """One kernel. flops: floating-point operations of matmuls, convolutions and attention. dtype: of their inputs. touched_bytes:
-    read and written. result: of a product, its matrices, rows and columns; () if that is not known."""
+    read and written. result: of a product, its matrices, rows and columns; () if that is not known. of_forward: whether it is
+    one of the forward pass; in a backward graph such a kernel runs again."""
 
     flops: float
     dtype: torch.dtype
     touched_bytes: int
     kind: KernelKind = "operator"
     result: tuple[int, ...] = ()
+    of_forward: bool = False
+
+    @property
+    def model_flops(self) -> float:
+        """The operations without the scores that fused attention makes again in the backward pass: one product of five."""
+        return 0.8 * self.flops if self.kind == "attention backward" else self.flops
 
 
 def kernels_of(graph: Graph) -> list[Kernel]:
@@ -134,7 +142,9 @@ def _kernel(group: Sequence[Node], storages: Mapping[Node, StorageKey], inlined:
     operator, arguments, named = unwrapped(heavy)
     given = dict(zip((argument.name for argument in operator._schema.arguments), arguments, strict=False)) | dict(named)
     given = torch.fx.node.map_arg(given, lambda source: source.meta.get("val"))
-    return _heavy(operator, given, heavy.meta.get("val"), flops(heavy), precision(tensors_at(heavy)), touched)
+    kernel = _heavy(operator, given, heavy.meta.get("val"), flops(heavy), precision(tensors_at(heavy)), touched)
+    # PyTorch makes the wrappers of random operators without its mark, in both graphs and for nothing else.
+    return replace(kernel, of_forward=heavy.meta.get("partitioner_tag") == "is_forward" or carries_random_state(heavy))
 
 
 _MOST_READ = 4  # what an element is computed from that is not stored: Inductor's `realize_reads_threshold`

@@ -53,6 +53,7 @@ def _facts(plan: Plan, trace: Trace) -> Data:
     told = ("name", "kind", "size_bytes", "longest_idle_seconds", "idle_seconds")
     return {
         "name": trace.name,
+        "work": summary["work"],
         "created_by": trace.created_by,
         "hardware": trace.hardware.name,
         "peak_bytes": max(live_bytes(trace)),

@@ -10,7 +10,7 @@ from importlib import resources
 from planner.schema import printable
 from planner.simulator import STAGES
 from teraio.cli.comparison import comparison_table, sweep_table
-from teraio.cli.output import Column, Data, Table, cell, exact_bytes, format_bytes, format_seconds, share
+from teraio.cli.output import Column, Data, Table, cell, exact_bytes, format_bytes, format_seconds, iteration_time, rates, share
 from teraio.cli.replay_summary import links_table, stalls_table
 
 # What the page may load: nothing.
@@ -143,6 +143,7 @@ def _tiles(report: Data) -> str:
     if predicted is not None:
         seconds, waits, bound = (predicted[f"{name}_seconds"] for name in ("iteration", "stall", "lower_bound"))
         tiles["iteration (predicted)"] = format_seconds(seconds)
+        tiles |= rates(seconds, facts and facts["work"])
         tiles["without waiting"] = format_seconds(predicted["ideal_seconds"])
         tiles["no plan is faster than"] = format_seconds(bound) if bound else "unknown"
         tiles["waits"] = f"{format_seconds(waits)}, {share(waits, seconds)}"
@@ -253,8 +254,13 @@ def _measured(report: Data) -> str:
     if not run["planned"]:
         told = f"None of the {run['iterations']} iterations of the run followed a plan, so that none can stand beside this one."
         return f'<section id="measured"><h2>Predicted and measured</h2><p>{told}</p></section>'
+    work = report["facts"] and report["facts"]["work"]
     rows = [
-        _beside("iteration", predicted.get("iteration_seconds"), run["seconds"]),
+        {
+            "on": "iteration",
+            "predicted": iteration_time(predicted.get("iteration_seconds"), work),
+            "measured": iteration_time(run["seconds"], work),
+        },
         _beside("waits", predicted.get("stall_seconds"), run["waited_seconds"]),
         _beside("re-runs", predicted.get("recompute_seconds", 0.0 if predicted else None), run["recompute_seconds"]),
     ]

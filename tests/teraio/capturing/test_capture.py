@@ -194,6 +194,24 @@ def test_code_that_only_asks_costs_nothing_and_adamw_its_bytes() -> None:
     assert seconds["optimizer"] == pytest.approx(28 * (1 << 20) * byte, rel=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo, of inputs
+@pytest.mark.parametrize("checkpointed", ["nothing", "inside", "outside", "eager"])
+def test_work_is_that_of_the_model_whatever_runs_again(checkpointed: str) -> None:
+    """A forward pass, and twice that backward, without the gradient of the first input."""
+    trace = capture(functools.partial(trainings.mixers, checkpointed), hardware="h100", tokens=1024)
+    layer = 2 * 1024 * 256 * (768 + 1024 + 1024) + 4 * 1024 * 256 * 256
+    assert trace.work is not None and (trace.work.tokens, trace.work.samples) == (1024, None)
+    assert trace.work.flops == pytest.approx(3 * 3 * layer - 2 * 1024 * 256 * 768)
+    peak = MachineDescription.load("h100").flops_per_second["bfloat16"]
+    assert trace.work.peak_flops_per_second == pytest.approx(peak)
+    assert planner.Trace.build(**{**dict(trace), "work": None}).fingerprint == trace.fingerprint
+
+
+def test_a_count_of_nothing_is_refused() -> None:
+    with pytest.raises(teraio.OptionsError, match="found samples=0, wanted how many a step processes"):
+        capture(training, samples=0)
+
+
 def product(rows: int, columns: int, depth: int) -> Kernel:
     touched = 2 * (rows * depth + depth * columns + rows * columns)
     return Kernel(2.0 * rows * columns * depth, torch.bfloat16, touched, "product", (1, rows, columns))

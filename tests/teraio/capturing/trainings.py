@@ -103,6 +103,53 @@ def only_asks() -> Callable[[], object]:
     return step
 
 
+class Mixer(nn.Module):
+    """Attention of 4 heads between matmuls; keeps the width of 256."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.up, self.down = nn.Linear(256, 768), nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = self.qkv(hidden).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        hidden = hidden + functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return hidden + self.down(functional.gelu(self.up(hidden)))
+
+
+def mixers(checkpointed: str) -> Callable[[], object]:
+    """Three of them in bf16 on 4 rows of 256 places, on "cuda".
+
+    checkpointed: "inside" or "outside" of compiled graphs, an "eager" one between compiled ones, or "nothing".
+    """
+    device = "cuda"
+    layers = [Mixer().to(device, torch.bfloat16) for _ in range(3)]
+    given = torch.zeros(4, 256, 256, device=device, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW((weight for layer in layers for weight in layer.parameters()), fused=True)
+
+    def again(layer: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        return checkpoint(layer, hidden, use_reentrant=False)
+
+    def of(layer: Mixer) -> Callable[[Tensor], Tensor]:
+        if checkpointed == "eager" and layer is layers[1]:
+            return lambda hidden: again(layer, hidden)
+        if checkpointed == "inside":
+            return torch.compile(lambda hidden: again(layer, hidden), backend="teraio")
+        compiled = torch.compile(layer, backend="teraio")
+        return (lambda hidden: again(compiled, hidden)) if checkpointed == "outside" else compiled
+
+    run = [of(layer) for layer in layers]
+
+    def step() -> None:
+        hidden = given
+        for layer in run:
+            hidden = layer(hidden)
+        hidden.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 class ReadsValues(nn.Module):
     """Its constructor reads values, as those of timm's models do: rates, a table that it writes, a size."""
 

@@ -114,16 +114,36 @@ def test_sweep_as_a_table(run: RunCommand) -> None:
     assert re.search(r"^ *20 B +6\.00 s +0\.0%", result.out, re.MULTILINE)
 
 
-def test_tokens_a_second_stand_beside_every_time_of_an_iteration(run: RunCommand, tmp_path: Path) -> None:
-    made = tmp_path / "plan.json"
-    planned = run("plan", CHAIN_FILE, "--device", 20, "--tokens", 12_000, "-o", made)
-    replayed = run("simulate", CHAIN_FILE, made, "--tokens", 12_000)
-    assert [fact(result.out, "iteration") for result in (planned, replayed)] == ["6.00 s, 2,000 tokens/s"] * 2
-    swept = run("sweep", CHAIN_FILE, "--device", "20:30:2", "--tokens", 12_000)
-    assert len(re.findall(r"6\.00 s, 2,000 tokens/s", swept.out)) == 2
-    advised = run("advise", CHAIN_FILE, "--device", 20, "--tokens", 12_000)
-    assert "1.00x, 2,000 tokens/s" in advised.out
-    assert run("plan", CHAIN_FILE, "--device", 20, "--tokens", 0).code == 2
+WORK = {"tokens": 12_000, "samples": 3, "flops": 3e15, "peak_flops_per_second": 1e15}
+
+
+def test_rates_stand_beside_every_time_of_an_iteration(run: RunCommand, tmp_path: Path) -> None:
+    """The work of a trace is for people: it can be added to a file, whose fingerprint and plans stay valid."""
+    traced, made, page = tmp_path / "trace.json", tmp_path / "plan.json", tmp_path / "page.html"
+    traced.write_text(json.dumps({**json.loads(CHAIN_FILE.read_text()), "work": WORK}))
+    rates = "6.00 s, 2,000 tokens/s, 0.50 samples/s, 500 TFLOP/s, 50.0% MFU"
+    assert run("plan", CHAIN_FILE, "--device", 20, "-o", made).code == 0
+    assert "TFLOP" not in run("simulate", CHAIN_FILE, made).out
+    commands = {
+        "iteration without waiting": ("inspect", traced),
+        "iteration": ("plan", traced, "--device", 20),
+        "iteration ": ("inspect", made, "--trace", traced),
+        "iteration  ": ("simulate", traced, made),
+    }
+    assert {fact(run(*command).out, name.strip()) for name, command in commands.items()} == {rates}
+    row = r" +2,000 +0\.50 +500 +50\.0%"
+    assert has_line(run("sweep", traced, "--device", "20:30:2").out, rf" *20 B +6\.00 s{row} .*")
+    assert has_line(
+        run("compare", traced, "--device", 20, "--policy", "belady").out, r"belady +8\.00 s +1,500 +0\.38 +375 +37\.5% .*"
+    )
+    advised = run("advise", traced, "--device", 20)
+    assert has_line(advised.out, rf"as asked +yes +6\.00 s +6\.00 s +1\.00x{row} .*")
+    asked = {answer["what"]: answer for answer in run("advise", traced, "--device", 20, "--json").json["answers"]}
+    assert asked["as asked"]["work"] == WORK
+    for twice in ("twice the batch", "twice the accumulation"):
+        assert asked[twice]["work"] == {**WORK, "tokens": 24_000, "samples": 6, "flops": 6e15}
+    assert run("report", made, "--trace", traced, "--points", 0, "--no-compare", "-o", page).code == 0
+    assert "<dt>MFU</dt><dd>50.0%</dd>" in page.read_text()
 
 
 # -- schema, help, version
