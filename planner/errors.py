@@ -80,6 +80,7 @@ class BudgetError(TeraioError):
             Empty if the graphs are not what is too large.
         in_pieces: whether that stage is a loss over classes, which can be computed in pieces.
         not_counted: what may need more and is not known yet, in words; "" if all is known.
+        why: why it needs so much, in words; "" if the stage alone does.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class BudgetError(TeraioError):
         largest: Sequence[tuple[str, int]] = (),
         in_pieces: bool = False,
         not_counted: str = "",
+        why: str = "",
     ) -> None:
         self.smallest_bytes = smallest_bytes
         self.budget_bytes = budget_bytes
@@ -98,15 +100,16 @@ class BudgetError(TeraioError):
         self.largest = tuple(largest)
         self.in_pieces = in_pieces
         self.not_counted = not_counted
+        self.why = why
         message = (
-            f"the device budget of {budget_bytes:,} bytes is too small: stage {stage!r} needs "
-            f"{smallest_bytes:,} bytes at once; give a memory_budget of at least {smallest_bytes} bytes"
+            f"the device budget of {exact_bytes(budget_bytes)} is too small: stage {stage!r} needs {exact_bytes(smallest_bytes)} "
+            f"at once{why and f', {why}'}; give a memory_budget of at least {smallest_bytes} bytes"
         )
         if not_counted:
             message += f" (not counted, since not known yet: {not_counted})"
         if largest:
-            needs = ", ".join(f"{name!r} {size:,}" for name, size in largest)
-            message += f". The stages that need the most bytes: {needs}. Smaller batches or shorter sequences lower their needs"
+            needs = ", ".join(f"{name!r} {format_bytes(size)}" for name, size in largest)
+            message += f". The stages that need the most: {needs}. Smaller batches or shorter sequences lower their needs"
         if in_pieces:
             message += (
                 ". It is a loss over classes: torch.nn.functional.linear_cross_entropy (PyTorch 2.13) computes one in pieces"
@@ -122,6 +125,7 @@ class BudgetError(TeraioError):
             largest=self.largest,
             in_pieces=self.in_pieces,
             not_counted=not_counted,
+            why=self.why,
         )
 
 
@@ -242,3 +246,27 @@ class ChecksumError(StorageError):
             f"block {block!r} in {where} from offset {offset_bytes} on came back different: its checksum was "
             f"{expected:016x} and is {found:016x}; {remedy}, then restart from the last checkpoint"
         )
+
+
+# -- sizes as messages and tables tell them
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Return "1.50 GiB", "64.0 MiB" or "10 B": three digits, so that columns are easy to compare."""
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= scale:
+            return f"{three_digits(size_bytes / scale)} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def exact_bytes(size_bytes: int | None) -> str:
+    """Return "1.50 GiB (1,610,612,736 bytes)"; "" for None."""
+    if size_bytes is None:
+        return ""
+    rounded = format_bytes(size_bytes)
+    return rounded if size_bytes < 1024 else f"{rounded} ({size_bytes:,} bytes)"
+
+
+def three_digits(value: float) -> str:
+    """Return "1.50", "12.5" or "1,250"."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"

@@ -178,7 +178,10 @@ def _keep_all(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
     if not problem.everything_fits:
         worst = max(range(problem.stage_count), key=problem.live_bytes.__getitem__)
         raise BudgetError(
-            smallest_bytes=problem.live_bytes[worst], budget_bytes=budgets.device_bytes, stage=trace.stages[worst].name
+            smallest_bytes=problem.live_bytes[worst],
+            budget_bytes=budgets.device_bytes,
+            stage=trace.stages[worst].name,
+            why="as this policy lets nothing leave",
         )
     return with_predictions(problem, build_plan(problem, {}, policy="keep-all"))
 

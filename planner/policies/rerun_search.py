@@ -276,7 +276,7 @@ def _with_reruns(trace: Trace, error: BudgetError) -> BudgetError:
     least, stage = floor(alone)
     if least >= error.smallest_bytes:
         return error
-    return BudgetError(smallest_bytes=least, budget_bytes=error.budget_bytes, stage=trace.stages[stage].name)
+    return BudgetError(smallest_bytes=least, budget_bytes=error.budget_bytes, stage=trace.stages[stage].name, why=error.why)
 
 
 def _seconds(trace: Trace, groups: Iterable[int]) -> float:

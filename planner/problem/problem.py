@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from planner.errors import BudgetError
+from planner.errors import BudgetError, format_bytes
 from planner.problem.host_updates import device_iteration, host_bytes, host_updatable, movable_blocks, parameters
 from planner.problem.lifetimes import InactivePeriod, inactive_periods, live_bytes, stage_floors
 from planner.problem.shared_limits import SharedLimit, shared_limits
@@ -101,10 +101,14 @@ class Problem:
         trace = device_iteration(source, on_host)
         routes = _routes(trace, budgets)
         live = live_bytes(trace)
-        floors = stage_floors(trace) if routes else live
+        alone = stage_floors(trace)
+        floors = alone if routes else live
         worst = max(range(len(floors)), key=floors.__getitem__)
         if floors[worst] > budgets.device_bytes:
-            raise BudgetError(smallest_bytes=floors[worst], budget_bytes=budgets.device_bytes, stage=trace.stages[worst].name)
+            why = "" if routes else f"as nothing can leave without a lower tier (with one, {format_bytes(max(alone))} would do)"
+            raise BudgetError(
+                smallest_bytes=floors[worst], budget_bytes=budgets.device_bytes, stage=trace.stages[worst].name, why=why
+            )
         periods = inactive_periods(trace) if routes else ()
         covering: list[list[int]] = [[] for _ in trace.stages]
         for index, period in enumerate(periods):

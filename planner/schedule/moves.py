@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from math import inf
 
-from planner.errors import InfeasiblePlanError
+from planner.errors import InfeasiblePlanError, exact_bytes
 from planner.problem import Decision, Decisions, Problem, TierCapacity, user_stages
 from planner.schedule.replayed import StageClock
 from planner.schema import WaitingTier
@@ -55,8 +55,8 @@ def evict_furthest(
                 break
         else:
             raise InfeasiblePlanError(
-                f"stage {problem.trace.stages[stage].name!r} would occupy {occupied[stage]:,} device bytes "
-                f"of {budget:,}: the lower tiers have no room for more; raise storage_budget or host_budget",
+                f"stage {problem.trace.stages[stage].name!r} would occupy {exact_bytes(occupied[stage])} on the device, whose "
+                f"budget is {exact_bytes(budget)}: the lower tiers have no room for more; raise storage_budget or host_budget",
                 stage=problem.trace.stages[stage].name,
             )
     return result

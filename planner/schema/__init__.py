@@ -30,4 +30,5 @@ from planner.schema.trace import (
     Tier,
     Trace,
     Work,
+    short_fingerprint,
 )

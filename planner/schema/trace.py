@@ -13,7 +13,18 @@ from pydantic import FailFast, Field, ValidationError, model_validator
 
 from planner.errors import TraceError
 from planner.schema.json_file import read_model, write_atomic
-from planner.schema.models import Bytes, FrozenModel, GrownModel, Id, Ids, Seconds, check_consecutive, check_ids, describe
+from planner.schema.models import (
+    Bytes,
+    FrozenModel,
+    GrownModel,
+    Id,
+    Ids,
+    Seconds,
+    check_consecutive,
+    check_ids,
+    describe,
+    printable,
+)
 
 FORMAT = "teraio.trace"
 VERSION = 1
@@ -218,6 +229,11 @@ class NotRecomputed(FrozenModel):
 
     stage: Id
     reason: str
+
+
+def short_fingerprint(fingerprint: str) -> str:
+    """Return the first eight digits, which tell traces apart."""
+    return printable(fingerprint.removeprefix("sha256:")[:8])
 
 
 class Work(FrozenModel):

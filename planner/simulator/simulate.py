@@ -31,7 +31,7 @@ from typing import Literal
 
 from planner.errors import InfeasiblePlanError, PlanError
 from planner.problem import spelled_out
-from planner.schema import Plan, Trace
+from planner.schema import Plan, Trace, short_fingerprint
 from planner.simulator.program import NOWHERE, compile_program
 from planner.simulator.resources import Channel, HostProcessor, Links, QueuedTransfer, TierUsage
 from planner.simulator.timeline import HostUpdate, MemoryChange, MemoryKind, StageTimes, Standing, Timeline, Transfer, agree, same
@@ -50,7 +50,10 @@ def simulate(trace: Trace, plan: Plan) -> Timeline:
     iteration is not cyclic, or stages and links wait for each other for ever.
     """
     if plan.trace_fingerprint != trace.fingerprint:
-        raise PlanError(f"the plan was made for trace {plan.trace_fingerprint}, but this one is {trace.fingerprint}: plan again")
+        raise PlanError(
+            f"the plan was made for the trace with fingerprint {short_fingerprint(plan.trace_fingerprint)}, that of the trace "
+            f"{trace.name!r} is {short_fingerprint(trace.fingerprint)}; make a plan from this trace: teraio plan"
+        )
     source, laid_out = spelled_out(trace, plan)
     replay = _Replay(source, laid_out)
     previous, began = None, replay.standing()

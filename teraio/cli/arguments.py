@@ -29,22 +29,27 @@ Policy = Annotated[str, typer.Option(help=f"Planning policy: {', '.join(POLICIES
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Rows = Annotated[int, typer.Option("--rows", min=0, help="Number of rows to show of each long table.")]
 
+
+def _of_solver(told: str) -> Any:
+    return typer.Option(help=told, rich_help_panel="Solver")
+
+
 TimeLimit = Annotated[
     float,
-    typer.Option(help="Time limit of the solver, in seconds, for each of the one to three problems that it solves for a plan."),
+    _of_solver("Time limit of the solver, in seconds, for each of the one to three problems that it solves for a plan."),
 ]
 Gap = Annotated[
     float,
-    typer.Option(
-        help="Relative gap at which the solver may stop. With 0.005 it stops at a plan that is proven to be within 0.5 % of the "
+    _of_solver(
+        "Relative gap at which the solver may stop. With 0.005 it stops at a plan that is proven to be within 0.5 % of the "
         "best plan in its model. A larger gap is faster. With 0 it searches until it has the best plan or the time is over."
     ),
 ]
-Threads = Annotated[int, typer.Option(help="Threads that the solver may use. More threads than free cores do not help.")]
+Threads = Annotated[int, _of_solver("Threads that the solver may use. More threads than free cores do not help.")]
 WriteWeight = Annotated[
     float,
-    typer.Option(
-        help="Seconds of iteration time that the planner may give up to save one second of copying from the device. Up to the "
+    _of_solver(
+        "Seconds of iteration time that the planner may give up to save one second of copying from the device. Up to the "
         "default, it only chooses among plans that are not slower than those of other policies. Raise it where drives wear out "
         "too soon ('inspect PLAN --tbw' shows how long they last): 0.1 gives up one second for every ten seconds less of writing."
     ),
@@ -85,6 +90,13 @@ def solver_settings(
     return SolverSettings(time_limit_seconds=time_limit, gap=gap, threads=threads, write_weight=write_weight)
 
 
+def as_options(message: str) -> str:
+    """Return a message in which the options of training have the names that they have on the command line."""
+    for tier, name in (("memory", "--device"), ("host", "--host"), ("storage", "--storage")):
+        message = re.sub(rf"(\ba )?\b{tier}_budget\b", name, message)
+    return message
+
+
 def size(name: str, text: str) -> int:
     """Return the bytes that the option `name` gives. The message of an error quotes no long text."""
     if len(text) > 40:
@@ -117,4 +129,7 @@ def size_range(text: str) -> list[int]:
     if lowest >= highest:
         raise planner.OptionsError(f"option --device: found {text!r}, but {bounds[0]} is not less than {bounds[1]}")
     count = int(bounds[2])
-    return sorted({lowest + (highest - lowest) * number // (count - 1) for number in range(count)})
+    whole = next(
+        unit for unit in (1 << 20, 10**6, 1) if not lowest % unit and not highest % unit
+    )  # so that tables show no odd ones
+    return sorted({lowest + (highest - lowest) // whole * number // (count - 1) * whole for number in range(count)})

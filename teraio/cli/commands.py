@@ -7,6 +7,7 @@ Exit codes: 0 success; 1 a file or a budget is not usable; 2 wrong usage. An err
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
@@ -14,7 +15,7 @@ import typer
 import planner
 from planner.schema import printable
 from teraio import __version__
-from teraio.cli.arguments import with_solver_options
+from teraio.cli.arguments import as_options, with_solver_options
 from teraio.cli.machine_commands import advise, capture, doctor
 from teraio.cli.plan_commands import compare, inspect, plan, schema, simulate, sweep
 from teraio.cli.report.command import report
@@ -24,7 +25,7 @@ app = typer.Typer(
     help="Make, replay and read the plans by which teraio moves blocks between device, host and storage.",
     add_completion=False,
     no_args_is_help=True,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
 
@@ -57,11 +58,23 @@ def _teraio(
     pass
 
 
-for _command in (plan, capture, advise, simulate, compare, sweep, inspect, with_solver_options(report), doctor, schema):
-    app.command()(_command)
+_COMMANDS: dict[Callable[..., None], str] = {
+    plan: "plan trace.json --device 24GiB --host 64GiB -o plan.json",
+    capture: "capture module:function --hardware rtx4090 --tokens 8192 -o trace.json",
+    advise: "advise trace.json --device 24GB --host 64GB",
+    simulate: "simulate trace.json plan.json",
+    compare: "compare trace.json --device 24GiB --host 64GiB",
+    sweep: "sweep trace.json --device 8GiB:80GiB:10",
+    inspect: "inspect plan.json --trace trace.json --rows 30",
+    with_solver_options(report): "report plan.json --trace trace.json -o report.html",
+    doctor: "doctor --storage /mnt/nvme",
+    schema: "schema trace",
+}
+for _command, _example in _COMMANDS.items():
+    app.command(epilog=f"Example: teraio {_example}")(_command)
 
 
 def _fail(message: str, *, code: int) -> NoReturn:
-    line = printable(" ".join(message.split()), most=MAX_MESSAGE_CHARACTERS)  # it may quote names from a file
+    line = printable(as_options(" ".join(message.split())), most=MAX_MESSAGE_CHARACTERS)  # it may quote names from a file
     print(f"teraio: {line}", file=sys.stderr)
     sys.exit(code)

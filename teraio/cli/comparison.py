@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import planner
 from planner.problem import SolverSettings, live_bytes
+from teraio.cli.arguments import as_options
 from teraio.cli.output import (
     Column,
     Data,
@@ -18,6 +19,7 @@ from teraio.cli.output import (
     exact_bytes,
     format_bytes,
     format_seconds,
+    in_asked_unit,
     rate_columns,
     work_of,
 )
@@ -94,7 +96,7 @@ def _planned(
     except planner.OptionsError:
         raise
     except planner.TeraioError as error:
-        return None, str(error)
+        return None, as_options(str(error))
 
 
 def comparison_page(comparison: Data) -> Page:
@@ -133,10 +135,13 @@ def sweep_table(sweep: Data) -> Table:
     def note(point: Data) -> str:
         planned_for = point["planned_for_bytes"]
         smaller = planned_for is not None and planned_for < point["device_bytes"]
-        return f"the plan for {format_bytes(planned_for)}" if smaller else point["error"]
+        return f"the plan for {in_asked_unit(planned_for)}" if smaller else point["error"]
 
-    achieved = _achieved(">over the ideal", sweep["ideal_seconds"], sweep["work"])
-    return Table(columns={">device budget": "device_bytes", **achieved, "note": note}, rows=sweep["points"])
+    achieved = _achieved(">over no waiting", sweep["ideal_seconds"], sweep["work"])
+    return Table(
+        columns={">device budget": lambda point: in_asked_unit(point["device_bytes"]), **achieved, "note": note},
+        rows=sweep["points"],
+    )
 
 
 def _achieved(over: str, seconds: float | None, work: Data | None) -> Mapping[str, Column]:

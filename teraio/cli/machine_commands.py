@@ -34,6 +34,7 @@ from teraio.cli.output import (
     exact_bytes,
     format_bytes,
     format_seconds,
+    in_asked_unit,
     rate_columns,
     save,
     show_or_print,
@@ -71,7 +72,10 @@ def capture(
     as_json: AsJson = False,
     rows: Rows = 10,
 ) -> None:
-    """Capture a training step for a machine without running it: no memory, no GPU. Needs torch."""
+    """Capture a training step for a machine without running it: no memory, no GPU.
+
+    Needs torch.
+    """
     require_directory("--output", output.parent)
     size = None if subgroup is None else arguments.size("--subgroup", subgroup)
     with Console(stderr=True).status("capturing"):
@@ -90,7 +94,9 @@ def capture(
         )
     save(trace, output)
     summary = summarise_trace(trace)
-    show_or_print(summary, trace_page(summary, rows), as_json=as_json)
+    memory = in_asked_unit(trace.hardware.device_memory_bytes).replace(" ", "")
+    told = {"written": str(output), "next": f"teraio advise {output} --device {memory}"}
+    show_or_print(summary, [*trace_page(summary, rows), Facts(told)], as_json=as_json)
 
 
 def _function_of(target: str) -> Callable[[], Any]:
@@ -124,8 +130,10 @@ def advise(
     *,
     settings: SolverSettings,
 ) -> None:
-    """Say whether TRACE fits, how fast it is, what holds it up, and what would change that: more memory, one more drive, a larger
-    batch, more accumulation, smaller states. Exit code 1 if it does not fit."""
+    """Say whether TRACE fits, how fast it is, what holds it up, and what would change that.
+
+    Tried are more memory, one more drive, a larger batch, more accumulation, smaller states. Exit code 1 if it does not fit.
+    """
     if plans is not None:
         require_directory("--plans", plans)
     loaded = planner.Trace.load(trace)
@@ -161,7 +169,7 @@ def _advice_page(advice: Data) -> Page:
         **budget_facts(asked["budgets"]),
         "smallest device budget": exact_bytes(asked["floor_bytes"]),
         "peak if nothing moves": exact_bytes(asked["peak_bytes"]),
-        "does it fit": asked["fit"] if asked["predicted"] else f"{asked['fit']}: {asked['reason']}",
+        "does it fit": asked["fit"] if asked["predicted"] else f"{asked['fit']}: {arguments.as_options(asked['reason'])}",
         "what holds it up": _held_up(asked),
     }
     columns: dict[str, Column] = {
@@ -197,8 +205,10 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Look at this machine: software, memory, drives. Says what is missing or slow, what follows, and what to do. Needs torch.
-    Exit code 1 if something is missing."""
+    """Look at this machine: software, memory, drives.
+
+    Says what is missing or slow, what follows, and what to do. Needs torch. Exit code 1 if something is missing.
+    """
     if hardware_out is not None:
         require_directory("--hardware-out", hardware_out.parent)
     import torch
@@ -223,6 +233,9 @@ def doctor(
         "what to do": "remedy",
     }
     data = data_of(found)
-    show_or_print(data, [Table(columns=columns, rows=data["findings"])], as_json=as_json)
+    page: list[Table | Facts] = [Table(columns=columns, rows=data["findings"])]
+    if hardware_out is not None:
+        page.append(Facts({"written": str(hardware_out), "for": f"teraio capture --hardware {hardware_out}"}))
+    show_or_print(data, page, as_json=as_json)
     if not found.healthy:
         raise typer.Exit(1)

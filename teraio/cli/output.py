@@ -19,6 +19,9 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 import planner
+from planner.errors import exact_bytes as exact_bytes
+from planner.errors import format_bytes as format_bytes
+from planner.errors import three_digits
 from planner.schema import FrozenModel, printable
 
 _WIDE = 300
@@ -161,19 +164,11 @@ def cell(row: Data, column: Column) -> Any:
     return f"{value:.1%}" if column.endswith(("_fraction", "_share")) else str(value)
 
 
-def format_bytes(size_bytes: float) -> str:
-    """Return "1.50 GiB", "64.0 MiB" or "10 B": three digits, so that columns are easy to compare."""
-    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size_bytes >= scale:
-            return f"{_three_digits(size_bytes / scale)} {unit}"
-    return f"{size_bytes:.0f} B"
-
-
 def format_seconds(seconds: float) -> str:
     """Return "1.50 s", "64.0 ms" or "3.00 µs"."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= scale:
-            return f"{_three_digits(seconds / scale)} {unit}"
+            return f"{three_digits(seconds / scale)} {unit}"
     return "0 s" if seconds <= 0 else f"{seconds / 1e-9:.0f} ns"
 
 
@@ -184,9 +179,9 @@ def rates(seconds: float | None, work: Data | None) -> dict[str, str]:
     """
     if not seconds or not work:
         return {}
-    found = {f"{each}/s": _three_digits(work[each] / seconds) for each in ("tokens", "samples") if work[each]}
+    found = {f"{each}/s": three_digits(work[each] / seconds) for each in ("tokens", "samples") if work[each]}
     if work["flops"]:
-        found["TFLOP/s"] = _three_digits(work["flops"] / seconds / 1e12)
+        found["TFLOP/s"] = three_digits(work["flops"] / seconds / 1e12)
         if work["peak_flops_per_second"]:
             found["MFU"] = share(work["flops"], work["peak_flops_per_second"] * seconds)
     return found
@@ -213,17 +208,23 @@ def some_seconds(seconds: float | None) -> str:
     return format_seconds(seconds) if seconds else ""
 
 
-def exact_bytes(size_bytes: int | None) -> str:
-    """Return "1.50 GiB (1,610,612,736 bytes)"; "" for None."""
+def in_asked_unit(size_bytes: int) -> str:
+    """Return a budget in the unit in which it was asked for: "6.5 GB" if it is whole in MB and not in MiB, else "24.0 GiB"."""
+    decimal = size_bytes % 10**6 == 0 and size_bytes % (1 << 20) > 0
+    return f"{size_bytes / 1e9:,.10g} GB" if decimal else format_bytes(size_bytes)
+
+
+def budget(size_bytes: int | None) -> str:
+    """Return "6.5 GB (6.05 GiB)" or "24.0 GiB (25,769,803,776 bytes)"; "no limit" for None."""
     if size_bytes is None:
-        return ""
-    rounded = format_bytes(size_bytes)
-    return rounded if size_bytes < 1024 else f"{rounded} ({size_bytes:,} bytes)"
+        return "no limit"
+    asked, rounded = in_asked_unit(size_bytes), format_bytes(size_bytes)
+    return exact_bytes(size_bytes) if asked == rounded else f"{asked} ({rounded})"
 
 
 def budget_facts(budgets: Data) -> dict[str, str]:
     """Return the budgets as facts."""
-    return {f"{tier} budget": exact_bytes(budgets[f"{tier}_bytes"]) or "no limit" for tier in ("device", "host", "storage")}
+    return {f"{tier} budget": budget(budgets[f"{tier}_bytes"]) for tier in ("device", "host", "storage")}
 
 
 def share(part: float, whole: float) -> str:
@@ -234,7 +235,3 @@ def share(part: float, whole: float) -> str:
 def named(number: int | None, name: str | None) -> str:
     """Return the number of a stage or block, with its name if that is known; "" for None."""
     return " ".join(str(each) for each in (number, name) if each is not None)
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"

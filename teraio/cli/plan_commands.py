@@ -49,7 +49,10 @@ def plan(
     *,
     settings: SolverSettings,
 ) -> None:
-    """Make a plan for TRACE under the budgets and show it. --json prints the plan itself."""
+    """Make a plan for TRACE under the budgets and show it.
+
+    --json prints the plan itself.
+    """
     budgets = arguments.budgets(arguments.size("--device", device), host, storage)
     if output is not None:
         require_directory("--output", output.parent)
@@ -62,8 +65,10 @@ def plan(
 
 
 def simulate(trace: TraceFile, plan: PlanFile, as_json: AsJson = False, rows: Rows = 10) -> None:
-    """Replay PLAN on TRACE in the simulator. Shows iteration time, stalls, peak memory, the work of each link and of the host's
-    processor, and the critical path."""
+    """Replay PLAN on TRACE in the simulator.
+
+    Shows iteration time, stalls, peak memory, the work of each link and of the host's processor, and the critical path.
+    """
     loaded, decided = planner.Trace.load(trace), planner.Plan.load(plan)
     summary = summarise_replay(loaded, decided, planner.simulate(loaded, decided))
     show_or_print(summary, replay_page(summary, rows), as_json=as_json)
@@ -80,7 +85,10 @@ def compare(
     *,
     settings: SolverSettings,
 ) -> None:
-    """Plan TRACE with every policy under the same budgets. Shows how long each waits, and a bound that no plan can beat."""
+    """Plan TRACE with every policy under the same budgets.
+
+    Shows how long each waits, and a bound that no plan can beat.
+    """
     budgets = arguments.budgets(arguments.size("--device", device), host, storage)
     loaded = planner.Trace.load(trace)
     with Console(stderr=True).status("planning") as status:
@@ -103,7 +111,10 @@ def sweep(
     *,
     settings: SolverSettings,
 ) -> None:
-    """Plan TRACE for a range of device budgets. Shows the iteration time for each."""
+    """Plan TRACE for a range of device budgets.
+
+    Shows the iteration time for each.
+    """
     sizes = arguments.size_range(device)
     loaded = planner.Trace.load(trace)
     with Console(stderr=True).status("planning") as status:
@@ -124,9 +135,11 @@ def inspect(
     as_json: AsJson = False,
     rows: Rows = 10,
 ) -> None:
-    """Show what a trace or a plan contains. A trace: stages, memory over time, idle blocks, updates that can run on the host, the
-    smallest budget. A plan: moves, updates on the host, predictions; with --trace also why each block moves and why the iteration
-    takes as long as it does."""
+    """Show what a trace or a plan contains.
+
+    A trace: stages, memory over time, idle blocks, updates that can run on the host, the smallest budget. A plan: moves, updates
+    on the host, predictions; with --trace also why each block moves and why the iteration takes as long as it does.
+    """
     loaded = _load(file)
     if isinstance(loaded, planner.Plan):
         named = None if trace is None else planner.Trace.load(trace)

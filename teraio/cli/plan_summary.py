@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import planner
 from planner.problem import live_bytes
+from planner.schema import short_fingerprint
 from teraio.cli.output import (
     Column,
     Data,
@@ -43,7 +44,6 @@ def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None, *, ra
     """
     derived = replay = None
     if trace is not None:
-        _check_belongs(plan, trace)
         replay = summarise_replay(trace, plan, planner.simulate(trace, plan))
         derived = planner.recomputed(trace, plan.recompute)
     moves = summarise_moves(plan, derived)
@@ -63,21 +63,6 @@ def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None, *, ra
         if plan.predicted and rated_bytes is not None and written
         else None,
     }
-
-
-def _check_belongs(plan: planner.Plan, trace: planner.Trace) -> None:
-    """Raise PlanError if the plan was made for another trace or moves blocks that the trace lacks."""
-    if plan.trace_fingerprint != trace.fingerprint:
-        raise planner.PlanError(
-            f"the plan was made for a trace with fingerprint {plan.trace_fingerprint}, that of the trace "
-            f"{trace.name!r} is {trace.fingerprint}; make a plan from this trace: teraio plan"
-        )
-    for move in plan.moves:
-        if move.block >= len(trace.blocks):
-            raise planner.PlanError(
-                f"the plan moves block {move.block}; the blocks of the trace {trace.name!r} are 0 to "
-                f"{len(trace.blocks) - 1}; make a plan from this trace: teraio plan"
-            )
 
 
 def summarise_moves(plan: planner.Plan, trace: planner.Trace | None) -> list[Data]:
@@ -196,7 +181,7 @@ def plan_page(plan: Data, rows: int) -> Page:
     ended = solver["status"] if solver["gap"] is None else f"{solver['status']}, gap {solver['gap']:.2%}"
     iteration = sum(critical["seconds"].values()) if critical else 0.0
     overview = {
-        "plan for": plan["trace_name"] or plan["trace_fingerprint"],
+        "plan for": plan["trace_name"] or f"trace {short_fingerprint(plan['trace_fingerprint'])}",
         "policy": plan["policy"],
         "solver": f"{solver['name']}: {ended}, {format_seconds(solver['solve_seconds'])}",
         **budget_facts(plan["budgets"]),

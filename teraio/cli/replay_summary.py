@@ -7,7 +7,19 @@ from collections.abc import Mapping, Sequence
 import planner
 from planner.problem import recompute_seconds
 from planner.simulator import STAGES, PathSegment, critical_path
-from teraio.cli.output import Data, Facts, Page, Table, exact_bytes, format_seconds, iteration_time, share, some_seconds, work_of
+from teraio.cli.output import (
+    Data,
+    Facts,
+    Page,
+    Table,
+    budget,
+    exact_bytes,
+    format_seconds,
+    iteration_time,
+    share,
+    some_seconds,
+    work_of,
+)
 
 _ROUNDING_SECONDS = 1e-9  # sums of times differ by less: a shorter stall is none
 
@@ -81,7 +93,7 @@ def replay_page(replay: Data, rows: int) -> Page:
         "without waiting": format_seconds(replay["ideal_seconds"]),
         "recomputation": some_seconds(replay["recompute_seconds"]),
         "stall": f"{format_seconds(replay['stall_seconds'])}, {share(replay['stall_seconds'], iteration)}",
-        "device budget": exact_bytes(replay["device_budget_bytes"]),
+        "device budget": budget(replay["device_budget_bytes"]),
         **peak_facts(replay["peak_bytes"]),
         "host's processor": processor_fact(replay["host_processor"], iteration),
         "written to storage": exact_bytes(replay["storage_written_bytes"]),

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import planner
 from planner.problem import block_activities, host_updatable, live_bytes, live_bytes_by_kind, mean_active_fraction
-from planner.schema import WaitingTier
+from planner.schema import WaitingTier, short_fingerprint
 from teraio.cli.output import (
     Column,
     Data,
@@ -171,9 +171,9 @@ def trace_page(trace: Data, rows: int) -> Page:
     overview = {
         "trace": trace["name"],
         "made by": trace["created_by"],
-        "fingerprint": trace["fingerprint"],
+        "fingerprint": short_fingerprint(trace["fingerprint"]),
         "hardware": trace["hardware"]["name"],
-        "iteration without waiting": iteration_time(trace["ideal_seconds"], trace["work"]),
+        "without waiting": iteration_time(trace["ideal_seconds"], trace["work"]),
         "of that in collectives": some_seconds(trace["collective_seconds"]),
         "peak if nothing moves": f"{exact_bytes(trace['peak_bytes'])}, in {trace['peak_stage']}",
         "floor (smallest budget)": f"{exact_bytes(trace['floor_bytes'])}, set by {trace['floor_stage']}",

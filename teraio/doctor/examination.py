@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import resource
 import shutil
@@ -14,11 +15,11 @@ from typing import Literal
 import psutil
 import torch
 
-from planner.errors import StorageError, TeraioError, UnsupportedError
+from planner.errors import StorageError, TeraioError, UnsupportedError, format_bytes
 from planner.schema import FrozenModel
 from runtime.cuda import cuda_candidates
 from runtime.storage import HostStore, KvikioStore, load_kvikio
-from runtime.system import CudaPinner, host_limits, native, storage_swap
+from runtime.system import CudaPinner, host_limits, machine_cores, native, storage_swap
 from runtime.transfer import Engine, LinkRates, TorchMemory, choose_path, cpu_candidates
 
 # note: nothing is wrong, but teraio could do more. slow: it works, slower than it should. missing: something does not work.
@@ -48,9 +49,10 @@ class Examination(FrozenModel):
 
 
 def examine(storage: Sequence[Path], device: torch.device) -> Examination:
-    """Look at software, memory, and the paths between `device` and the directories. Takes seconds for each directory."""
+    """Look at software, processor, memory, and the paths between `device` and the directories. Takes seconds for each."""
+    processor = _processor()  # before this loads it
     drives = [finding for directory in storage for finding in _drive(directory, device)]
-    return Examination(findings=(*_software(), *_memory(), *drives))
+    return Examination(findings=(*_software(), processor, *_memory(), *drives))
 
 
 _OLDEST_PYTHON = (3, 11)
@@ -71,6 +73,14 @@ def _software() -> Iterator[Finding]:
     yield Finding(what="solver", verdict="ok", found=f"HiGHS (highspy {importlib.metadata.version('highspy')})")
     if torch.version.cuda is not None:
         yield from _cuda(torch.version.cuda)
+    else:
+        yield Finding(
+            what="GPU",
+            verdict="note",
+            found="none is used: this PyTorch is built for CPUs",
+            effect="training runs on the CPU",
+            remedy="for an NVIDIA GPU, install PyTorch's build for CUDA",
+        )
 
 
 def _torch() -> Finding:
@@ -117,7 +127,7 @@ def _cuda(version: str) -> Iterator[Finding]:
         yield Finding(
             what=f"GPU {index}",
             verdict="ok",
-            found=f"{torch.cuda.get_device_name(index)}, {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free",
+            found=f"{torch.cuda.get_device_name(index)}, {format_bytes(total)}, {format_bytes(free)} free",
         )
     try:
         kvikio = load_kvikio()
@@ -133,20 +143,44 @@ def _cuda(version: str) -> Iterator[Finding]:
         yield Finding(what="KvikIO", verdict="ok", found=kvikio.__version__)
 
 
+_BUSY = 0.5  # load for each core above which others slow down what is measured here
+
+
+def _processor() -> Finding:
+    cores, load = machine_cores(), os.getloadavg()[0]
+    busy = load > _BUSY * cores
+    return Finding(
+        what="processor",
+        verdict="slow" if busy else "ok",
+        found=f"{_processor_name()}, {cores:g} cores, load {load:.1f}",
+        effect="it is busy: rates that are measured now are too low, here and when a training begins" if busy else "",
+        remedy="end what else runs, and look again" if busy else "",
+    )
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
 _PINNED_BYTES = 64 << 20
 
 
 def _memory() -> Iterator[Finding]:
     """Yield the limit of host memory. On a machine with a GPU, pins and unpins 64 MiB."""
     lowest = min(host_limits(), key=lambda limit: limit.available_bytes)
-    yield Finding(what="host memory", verdict="ok", found=f"{lowest.what} {lowest.available_bytes / 2**30:.1f} GiB")
+    yield Finding(what="host memory", verdict="ok", found=f"{lowest.what} {format_bytes(lowest.available_bytes)}")
     if torch.cuda.is_available():
         yield _pinning()
 
 
 def _pinning() -> Finding:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    limit = "no limit" if locked == resource.RLIM_INFINITY else f"a limit of {locked / 2**30:.2f} GiB"
+    limit = "no limit" if locked == resource.RLIM_INFINITY else f"a limit of {format_bytes(locked)}"
     try:
         HostStore(_PINNED_BYTES, pinner=CudaPinner(torch.device("cuda"))).close()
     except StorageError as error:
@@ -229,7 +263,7 @@ def _place(what: str, directory: Path) -> Iterator[Finding]:
     yield Finding(
         what=what,
         verdict="ok" if free >= _LITTLE_ROOM else "note",
-        found=f"{free / 2**30:.0f} GiB free ({kind})",
+        found=f"{format_bytes(free)} free ({kind})",
         effect="" if free >= _LITTLE_ROOM else "large models need more",
     )
 

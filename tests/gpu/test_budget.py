@@ -26,7 +26,7 @@ def peak_of(case: Case) -> tuple[int, Run]:
 
 
 def test_a_budget_that_no_schedule_can_satisfy_is_refused() -> None:
-    with pytest.raises(teraio.BudgetError, match="needs .* bytes at once; give a memory_budget of at least"):
+    with pytest.raises(teraio.BudgetError, match="needs .* at once; give a memory_budget of at least"):
         train(CASE, {"memory_budget": 12 * GPU_SCALE.rows * GPU_SCALE.width, "host_budget": "256MiB"}, device=DEVICE)
     assert teraio.status() == (), "no runtime is left"
 

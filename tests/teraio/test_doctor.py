@@ -13,6 +13,7 @@ from runtime.system import storage_swap
 from teraio.capturing import MachineDescription
 from teraio.doctor import Examination, Finding, examine
 
+from .cli.facts import fact
 from .conftest import RunCommand
 
 CPU = torch.device("cpu")
@@ -25,7 +26,8 @@ def named(found: Examination, what: str) -> list[Finding]:
 def test_this_machine_has_what_training_needs(tmp_path: Path) -> None:
     found = examine([tmp_path], CPU)
     assert found.healthy
-    assert {"Python", "PyTorch", "C++ functions", "C++ compiler", "solver", "host memory", f"storage {tmp_path}"} == {
+    names = {"Python", "PyTorch", "C++ functions", "C++ compiler", "solver", "GPU", "processor", "host memory"}
+    assert names | {f"storage {tmp_path}"} == {
         f.what for f in found.findings
     }
     speed, room = named(found, f"storage {tmp_path}")[0], named(found, f"storage {tmp_path}")[-1]
@@ -62,10 +64,20 @@ def test_without_a_compiler_or_the_gpu_of_its_pytorch(monkeypatch: pytest.Monkey
     assert gpu.verdict == "missing" and "nvidia-smi" in gpu.remedy
 
 
+@pytest.mark.parametrize(("load", "verdict"), [(0.1, "ok"), (1e6, "slow")])
+def test_a_busy_processor_is_warned_of(monkeypatch: pytest.MonkeyPatch, load: float, verdict: str) -> None:
+    """What is measured meanwhile comes out too low."""
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    (found,) = named(examine([], CPU), "processor")
+    assert found.verdict == verdict and "cores" in found.found and f"load {load:.1f}" in found.found
+    assert ("too low" in found.effect) == (verdict == "slow")
+
+
 def test_this_machine_is_described_for_captures(run: RunCommand, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     done = run("doctor", "--device", "cpu", "--storage", tmp_path, "--hardware-out", path)
     assert done.code == 0, done.err
+    assert fact(done.out, "written") == str(path)
     described = MachineDescription.load(path)
     assert {"float32", "bfloat16"} <= described.flops_per_second.keys()
     assert {link.name for link in described.hardware.links} >= {"device->host", "storage->device"}

@@ -120,7 +120,7 @@ def test_a_block_that_must_not_move(chain: Trace) -> None:
 
 
 def test_a_plan_for_another_trace(chain: Trace, wrap: Trace) -> None:
-    with pytest.raises(PlanError, match="plan again"):
+    with pytest.raises(PlanError, match="make a plan from this trace"):
         simulate(wrap, by_hand(chain, 100, []))
 
 

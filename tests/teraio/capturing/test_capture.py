@@ -375,7 +375,8 @@ def test_a_script_that_chooses_its_device_gets_a_gpu(autocast: bool, kernel: str
 @without_gpu
 def test_a_constructor_may_read_values_that_depend_on_no_parameter(run: RunCommand, tmp_path: Path) -> None:
     target = "tests.teraio.capturing.trainings:reads_values"
-    run("capture", target, "-o", tmp_path / "trace.json")
+    told = run("capture", target, "-o", tmp_path / "trace.json").out
+    assert re.search(r"^next +teraio advise .*trace\.json --device 80GB$", told, re.MULTILINE)
     kinds = [block.kind for block in planner.Trace.load(tmp_path / "trace.json").blocks]
     assert kinds.count("parameter") == 8
 

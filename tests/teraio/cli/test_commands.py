@@ -75,7 +75,8 @@ def test_what_the_solver_may_take_reaches_it(run: RunCommand, monkeypatch: pytes
     given.clear()
     assert run(command, CHAIN_FILE, "--device", device).code == 0
     assert given[0] == {"policy": "ilp", "time_limit_seconds": 30.0, "gap": 0.005, "threads": 2, "write_weight": 0.005}
-    text = " ".join(run(command, "--help").out.split())
+    text = " ".join(run(command, "--help").out.replace("│", "").split())
+    assert "─ Solver ─" in text and f"Example: teraio {command} trace.json --device" in text
     assert "drives wear out too soon" in text and "0.005" in text and "Threads that the solver may use" in text
 
 
@@ -87,7 +88,7 @@ def test_compare_shows_every_policy_beside_the_bound(run: RunCommand) -> None:
     assert result.code == 0 and fact(result.out, "no plan is faster than") == "6.00 s"
     rows = {line.split()[0]: line.split()[1:3] for line in result.out.splitlines() if " s " in line}
     assert rows["belady"] == ["8.00", "s"] and rows["ilp"] == rows["teraio"] == rows["g10"] == ["6.00", "s"]
-    assert "keep-all" in result.out and "stage 'forward/2' needs 30 bytes at once" in result.out
+    assert "keep-all" in result.out and "stage 'forward/2' needs 30 B at once, as this policy lets nothing leave" in result.out
     found = run("compare", CHAIN_FILE, "--device", 20, "--json").json
     verdicts = {verdict["policy"]: verdict for verdict in found["verdicts"]}
     assert list(verdicts) == list(POLICIES)
@@ -125,7 +126,7 @@ def test_rates_stand_beside_every_time_of_an_iteration(run: RunCommand, tmp_path
     assert run("plan", CHAIN_FILE, "--device", 20, "-o", made).code == 0
     assert "TFLOP" not in run("simulate", CHAIN_FILE, made).out
     commands = {
-        "iteration without waiting": ("inspect", traced),
+        "without waiting": ("inspect", traced),
         "iteration": ("plan", traced, "--device", 20),
         "iteration ": ("inspect", made, "--trace", traced),
         "iteration  ": ("simulate", traced, made),
@@ -143,7 +144,7 @@ def test_rates_stand_beside_every_time_of_an_iteration(run: RunCommand, tmp_path
     for twice in ("twice the batch", "twice the accumulation"):
         assert asked[twice]["work"] == {**WORK, "tokens": 24_000, "samples": 6, "flops": 6e15}
     assert run("report", made, "--trace", traced, "--points", 0, "--no-compare", "-o", page).code == 0
-    assert "<dt>MFU</dt><dd>50.0%</dd>" in page.read_text()
+    assert '<dt>tokens/s</dt><dd>2,000</dd><dd class="faint">0.50 samples/s, 500 TFLOP/s, 50.0% MFU</dd>' in page.read_text()
 
 
 # -- schema, help, version
@@ -154,7 +155,7 @@ def test_schema_help_and_version(run: RunCommand) -> None:
         assert run("schema", kind).json == json.loads((TRACES / f"{kind}.schema.json").read_text())
     helped = run("--help")
     assert helped.code == 0
-    assert all(f"\n  {command} " in helped.out for command in ("plan", "simulate", "compare", "sweep", "inspect", "schema"))
+    assert all(f"│ {command} " in helped.out for command in ("plan", "simulate", "compare", "sweep", "inspect", "schema"))
     assert run("--version") == Result(0, f"teraio {teraio.__version__}\n", "")
     assert "--device" in run("plan", "--help").out
 
@@ -238,14 +239,18 @@ sys.exit("torch was imported" if "torch" in sys.modules else 0)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "{chain}", "--device", "9"], "needs 10 bytes at once"),
-        (["plan", "{chain}", "--device", "29", "--policy", "keep-all"], "needs 30 bytes"),
-        (["plan", "{chain}", "--device", "10", "--storage", "1"], "raise storage_budget"),
+        (["plan", "{chain}", "--device", "9"], "needs 10 B at once; give --device of at least 10 bytes"),
+        (["plan", "{chain}", "--device", "29", "--policy", "keep-all"], "needs 30 B at once, as this policy lets nothing leave"),
+        (
+            ["plan", "{chain}", "--device", "10", "--host", "0", "--storage", "0"],
+            "needs 30 B at once, as nothing can leave without a lower tier (with one, 10 B would do); give --device of",
+        ),
+        (["plan", "{chain}", "--device", "10", "--storage", "1"], "raise --storage or --host"),
         (["plan", "{none}", "--device", "20"], "none.json: cannot be read: No such file"),
         (["plan", "{plan}", "--device", "20"], "this reader takes 'teraio.trace' only"),
         (["plan", "{chain}", "--device", "20", "-o", "{folder}"], "cannot be written: Is a directory"),
         (["simulate", "{chain}", "{chain}"], "this reader takes 'teraio.plan' only"),
-        (["simulate", "{wrap}", "{plan}"], "plan again"),
+        (["simulate", "{wrap}", "{plan}"], "make a plan from this trace"),
         (["simulate", "{chain}", "{foreign}"], "block 3"),
         (["inspect", "{folder}"], "cannot be read: Is a directory"),
         (["inspect", "{damaged}"], "malformed JSON at line 1 column 2"),
@@ -253,9 +258,9 @@ sys.exit("torch was imported" if "torch" in sys.modules else 0)
         (["inspect", "{list}"], "field 'format' is None"),
         (["inspect", "{newer}"], "teraio.plan version 2 is not known"),
         (["inspect", "{plan}", "--trace", "{wrap}"], "make a plan from this trace"),
-        (["inspect", "{foreign}", "--trace", "{chain}"], "block 3; the blocks of the trace 'chain' are 0 to 2"),
-        (["compare", "{chain}", "--device", "1"], "no policy finds a plan: the device budget of 1 bytes is too small"),
-        (["sweep", "{chain}", "--device", "1:2:2"], "no budget of the range suffices: the device budget of 2 bytes"),
+        (["inspect", "{foreign}", "--trace", "{chain}"], "names block 3; the trace has 3 blocks"),
+        (["compare", "{chain}", "--device", "1"], "no policy finds a plan: the device budget of 1 B is too small"),
+        (["sweep", "{chain}", "--device", "1:2:2"], "no budget of the range suffices: the device budget of 2 B"),
     ],
 )
 def test_bad_files_and_budgets_end_with_one_line(run: RunCommand, tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -330,6 +335,14 @@ def test_what_is_no_command_ends_with_two(run: RunCommand) -> None:
 )
 def test_bytes_for_people(size_bytes: float, text: str) -> None:
     assert output.format_bytes(size_bytes) == text
+
+
+def test_budgets_have_the_units_that_they_were_asked_for_in(run: RunCommand) -> None:
+    assert fact(run("plan", CHAIN_FILE, "--device", "6.5GB", "--host", "24GiB").out, "device budget") == "6.5 GB (6.05 GiB)"
+    assert fact(run("plan", CHAIN_FILE, "--device", "24GiB").out, "device budget") == "24.0 GiB (25,769,803,776 bytes)"
+    for asked, shown in (("1GB:2GB:4", ["1 GB", "1.333 GB", "1.666 GB", "2 GB"]), ("1GiB:2GiB:2", ["1.00 GiB", "2.00 GiB"])):
+        swept = run("sweep", CHAIN_FILE, "--device", asked, "--policy", "belady").out
+        assert re.findall(r"^ *([\d.]+ Gi?B) ", swept, re.MULTILINE) == shown
 
 
 @pytest.mark.parametrize(

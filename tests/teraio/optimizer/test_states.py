@@ -63,7 +63,7 @@ def test_the_peak_stays_within_the_budget(started: Start) -> None:
     set_gradients(training.parameters, 0)
     optimizer = torch.optim.AdamW(training.parameters)
     training.pager.account.budget_bytes = KIB
-    with pytest.raises(BudgetError, match=r"stage 'optimizer/subgroup.0' needs [\d,]+ bytes at once; give a") as raised:
+    with pytest.raises(BudgetError, match=r"stage 'optimizer/subgroup.0' needs .* at once; give a") as raised:
         optimizer.step()
     smallest = raised.value.smallest_bytes
     assert 6 * SIZE <= smallest <= 6 * SIZE + 16 * 6, "one parameter, its gradient, two states, two temporaries, and counters"

@@ -54,7 +54,7 @@ def test_a_plan() -> None:
 
 
 def test_no_plan_is_possible() -> None:
-    assert "needs 10 bytes at once" in refusal(job(9))
+    assert "needs 10 B at once" in refusal(job(9))
 
 
 Replace = Callable[[str], list[subprocess.Popen[str]]]
