@@ -5,7 +5,7 @@ The training is planned as asked for, and with one thing changed at a time: more
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -135,15 +135,14 @@ def _figures(case: Case, plan: planner.Plan, asked: planner.Plan | None, rated_b
     return {
         "predicted": plan.predicted,
         "speed": case.work * _seconds(asked) / seconds if asked is not None and seconds else None,
-        "holds_up": _what_holds_up(case.trace, plan),
+        "holds_up": what_holds_up(critical_path(case.trace, plan, planner.simulate(case.trace, plan)).seconds()),
         "written_bytes_per_day": per_second * 86_400,
         "lifetime_days": lifetime,
     }
 
 
-def _what_holds_up(trace: planner.Trace, plan: planner.Plan) -> str:
-    """Return what the critical path spends the most time on besides stages; "" if that is hardly any."""
-    path = critical_path(trace, plan, planner.simulate(trace, plan)).seconds()
+def what_holds_up(path: Mapping[str, float]) -> str:
+    """Return what the critical path, in seconds by resource, spends the most time on besides stages; "" if hardly any."""
     total = sum(path.values())
     others = {resource: seconds for resource, seconds in path.items() if resource != STAGES}
     worst = max(others, key=lambda resource: others[resource], default="")

@@ -44,8 +44,10 @@ def report(
     *,
     settings: SolverSettings,
 ) -> None:
-    """Show PLAN as one page: memory over the iteration, every copy and why, stalls, idle blocks, time against budget, policies.
-    Plans anew for the last two."""
+    """Show PLAN as one page.
+
+    Memory, every copy and why, stalls, idle blocks, time against budget and policies, which are planned anew.
+    """
     outputs = {"--output": output, "--perfetto": perfetto, "--png": png}
     _check(outputs, trace, as_json=as_json)
     decided = Plan.load(plan)

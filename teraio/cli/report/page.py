@@ -7,10 +7,23 @@ from collections.abc import Iterable
 from html import escape
 from importlib import resources
 
-from planner.schema import printable
+from planner.schema import printable, short_fingerprint
 from planner.simulator import STAGES
+from teraio.advice import what_holds_up
 from teraio.cli.comparison import comparison_table, sweep_table
-from teraio.cli.output import Column, Data, Table, cell, exact_bytes, format_bytes, format_seconds, iteration_time, rates, share
+from teraio.cli.output import (
+    Column,
+    Data,
+    Table,
+    cell,
+    exact_bytes,
+    format_bytes,
+    format_seconds,
+    in_asked_unit,
+    iteration_time,
+    rates,
+    share,
+)
 from teraio.cli.replay_summary import links_table, stalls_table
 
 # What the page may load: nothing.
@@ -67,12 +80,14 @@ class _Html(str):
 def html_page(report: Data) -> str:
     """Return the page. Names from files are shown as text, whatever they contain."""
     facts = report["facts"]
-    title = f"Plan for {_text(report['trace_fingerprint'] if facts is None else facts['name'])}"
+    name = f"trace {short_fingerprint(report['trace_fingerprint'])}" if facts is None else facts["name"]
+    title = f"Plan for {_text(name)}"
     without = "<p>Give the trace (--trace) to see memory, copies, stalls and idle blocks.</p>"
     sections = [
         f"<h1>{title}</h1>",
+        _verdict(report),
+        _cards(report),
         _origin(report),
-        _tiles(report),
         *([without] if facts is None else _of_trace(facts)),
         _sweep(report["sweep"]),
         _policies(report["comparison"]),
@@ -131,31 +146,56 @@ def _origin(report: Data) -> str:
     return f'<p class="faint">{_text(told)}</p>'
 
 
-def _tiles(report: Data) -> str:
-    predicted, facts, budgets = report["predicted"], report["facts"], report["budgets"]
-    tiles = {"device budget": format_bytes(budgets["device_bytes"])}
+_HARDLY = 0.005  # share of the bound that is not worth a word
+
+
+def _verdict(report: Data) -> str:
+    """Return the time of an iteration, and a sentence: how far it is from the best, in what it fits, what holds it up."""
+    predicted, facts = report["predicted"], report["facts"]
+    if predicted is None:
+        return ""
+    seconds, bound = predicted["iteration_seconds"], predicted["lower_bound_seconds"]
+    told = []
+    if bound:
+        above = seconds / bound - 1
+        close = "as fast as any plan can be"
+        told.append(close if above < _HARDLY else f"{above:.0%} above {format_seconds(bound)}, which no plan can beat")
     if facts is not None:
-        tiles["needed if nothing moves"] = format_bytes(facts["peak_bytes"])
-        tiles["smallest budget"] = format_bytes(facts["floor_bytes"])
-    for tier in ("host", "storage"):
-        limit = budgets[f"{tier}_bytes"]
-        tiles[f"{tier} budget"] = "no limit" if limit is None else format_bytes(limit)
-    if predicted is not None:
-        seconds, waits, bound = (predicted[f"{name}_seconds"] for name in ("iteration", "stall", "lower_bound"))
-        tiles["iteration (predicted)"] = format_seconds(seconds)
-        tiles |= rates(seconds, facts and facts["work"])
-        tiles["without waiting"] = format_seconds(predicted["ideal_seconds"])
-        tiles["no plan is faster than"] = format_seconds(bound) if bound else "unknown"
-        tiles["waits"] = f"{format_seconds(waits)}, {share(waits, seconds)}"
-        tiles["moved"] = format_bytes(sum(predicted["moved_bytes"].values()))
-        tiles["written to drives"] = format_bytes(predicted["storage_written_bytes"])
-    tiles["moves"] = f"{report['moves']:,}, by {report['blocks_moved']:,} blocks"
-    if report["reruns"]:
-        tiles["stages run again"] = str(report["reruns"])
-    if report["host_updates"]:
-        tiles["updates on the host"] = str(report["host_updates"])
-    entries = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in tiles.items())
-    return f'<dl class="tiles">{entries}</dl>'
+        device, peak, holds_up = report["budgets"]["device_bytes"], facts["peak_bytes"], what_holds_up(facts["critical"])
+        fits = f"{format_bytes(device)} of the {format_bytes(peak)} that it needs" if device < peak else format_bytes(peak)
+        told += [f"fits in {fits}", f"held up by {holds_up.replace('->', ' → ') or 'nothing but computation'}"]
+    sentence = "; ".join(told)
+    return f'<p class="verdict"><b>{format_seconds(seconds)}</b> an iteration (predicted): {_text(sentence)}.</p>'
+
+
+def _cards(report: Data) -> str:
+    """Return six cards at the most: a figure under its name, and what belongs to it."""
+    predicted, facts, budgets = report["predicted"], report["facts"], report["budgets"]
+    needs = facts and f"{format_bytes(facts['floor_bytes'])} at least, {format_bytes(facts['peak_bytes'])} if nothing moves"
+    limits = {tier: budgets[f"{tier}_bytes"] for tier in ("host", "storage")}
+    below = ", ".join(f"{tier} {'no limit' if size is None else in_asked_unit(size)}" for tier, size in limits.items())
+    below = f"budgets: {below}" + (f"; on the host: {report['host_updates']} of the updates" if report["host_updates"] else "")
+    cards = {"device budget": (in_asked_unit(budgets["device_bytes"]), needs or "")}
+    if predicted is None:
+        cards["moves"] = (f"{report['moves']:,}", below)
+    else:
+        seconds, waits = predicted["iteration_seconds"], predicted["stall_seconds"]
+        again = f"re-runs: {report['reruns']}, which take {format_seconds(predicted.get('recompute_seconds', 0.0))}"
+        moves = f"{report['moves']:,} moves, by {report['blocks_moved']:,} blocks"
+        written = f"{format_bytes(predicted['storage_written_bytes'])} written to drives"
+        cards |= {
+            "without waiting": (format_seconds(predicted["ideal_seconds"]), again if report["reruns"] else ""),
+            "waits": (format_seconds(waits), f"{share(waits, seconds)} of the iteration"),
+            "moved": (format_bytes(sum(predicted["moved_bytes"].values())), f"{moves}; {written}"),
+            "below the device": (format_bytes(sum(predicted["peak_bytes"].get(tier, 0) for tier in limits)), below),
+        }
+        done = list(rates(seconds, facts and facts["work"]).items())
+        cards |= {name: (rate, ", ".join(f"{other} {what}" for what, other in done[1:])) for name, rate in done[:1]}
+    entries = "".join(
+        f'<div><dt>{_text(name)}</dt><dd>{_text(figure)}</dd><dd class="faint">{_text(beneath)}</dd></div>'
+        for name, (figure, beneath) in cards.items()
+    )
+    return f'<dl class="cards">{entries}</dl>'
 
 
 def _of_trace(facts: Data) -> list[str]:

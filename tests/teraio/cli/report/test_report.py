@@ -147,9 +147,15 @@ def test_the_page_loads_nothing(page: Page) -> None:
 
 def test_the_page_tells_the_figures_of_the_plan(page: Page) -> None:
     assert page.texts["h1"] == ["Plan for chain"]
-    told = dict(zip(page.texts["dt"], page.texts["dd"], strict=True))
-    assert told["iteration (predicted)"] == "10.0 s" and told["without waiting"] == "6.00 s"
-    assert told["device budget"] == "10 B" and told["needed if nothing moves"] == "30 B"
+    assert page.texts["b"][0] == "10.0 s"
+    (sentence,) = (text for text in page.texts["p"] if text.startswith(" an iteration"))
+    assert sentence == (
+        " an iteration (predicted): as fast as any plan can be; fits in 10 B of the 30 B that it needs; "
+        "held up by device → storage."
+    )
+    told = " ".join(" ".join(page.texts[tag]) for tag in ("dt", "dd"))
+    assert page.texts["dt"] == ["device budget", "without waiting", "waits", "moved", "below the device"]
+    assert "10 B at least, 30 B if nothing moves" in told and "6.00 s" in told and "budgets: host no limit" in told
     assert {"activation.0", "forward/1"} <= set(page.texts["td"])
 
 
