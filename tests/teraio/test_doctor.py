@@ -27,9 +27,7 @@ def test_this_machine_has_what_training_needs(tmp_path: Path) -> None:
     found = examine([tmp_path], CPU)
     assert found.healthy
     names = {"Python", "PyTorch", "C++ functions", "C++ compiler", "solver", "GPU", "processor", "host memory"}
-    assert names | {f"storage {tmp_path}"} == {
-        f.what for f in found.findings
-    }
+    assert names | {f"storage {tmp_path}"} == {f.what for f in found.findings}
     speed, room = named(found, f"storage {tmp_path}")[0], named(found, f"storage {tmp_path}")[-1]
     assert "GB/s" in speed.found and "free" in room.found
     assert all(finding.effect and finding.remedy for finding in found.findings if finding.verdict == "slow")
