@@ -49,6 +49,12 @@ class Training:
             self.progress.append(teraio.status())
             self.states_moved |= states_away()
 
+    def update(self) -> None:
+        """Step with every optimizer, and zero the gradients."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
     def finish(self) -> dict[str, Tensor]:
         """End all training runs of teraio. Return copies of the parameters and buffers, by name.
 
@@ -123,9 +129,7 @@ def random_rows(steps: int) -> Iterable[Tensor]:
 def mean_square_step(training: Training, batch: Tensor, index: int = 0) -> None:
     """Bring the output towards zero."""
     training.model(batch).square().mean().backward()
-    for optimizer in training.optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+    training.update()
 
 
 def forget() -> None:

@@ -22,6 +22,7 @@ from teraio.registry import REGISTRY
 from teraio.stages import CutPolicy
 
 from ..teraio.fake_cuda import CPU, FakeCuda
+from ..teraio.in_process import InProcessJob
 from ..training import forget
 from .sticky import sticky_error
 from .training import MADE_UP, STAND_IN
@@ -83,6 +84,12 @@ def cut_as_large_models_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow short stages. A stage of a large model takes about a millisecond; a GPU needs less for layers of a small model."""
     policy = CutPolicy(shortest_seconds=1e-6, max_stages=96)
     monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, cut_policy=policy))
+
+
+@pytest.fixture
+def planning_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of its own imports for seconds."""
+    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=InProcessJob))
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import struct
 from pathlib import Path
@@ -12,22 +11,14 @@ import torch
 from torch import nn
 
 import teraio
-from teraio.registry import REGISTRY
 
-from ..teraio.in_process import InProcessJob
 from ..training import MIB
 from .training import needs_gpu
 
 DEVICE = torch.device("cuda", 0)
 WIDTH, LAYERS = 2048, 24
 """384 MiB of weights, 1.5 GiB with gradients and two states."""
-pytestmark = needs_gpu
-
-
-@pytest.fixture(autouse=True)
-def planning_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of its own imports for seconds."""
-    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=InProcessJob))
+pytestmark = [needs_gpu, pytest.mark.usefixtures("planning_in_process")]
 
 
 def model(count: int = LAYERS) -> nn.Module:

@@ -5,7 +5,6 @@ The model is mostly weights and states, so that a processor computes it in no ti
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import random
 import signal
@@ -21,9 +20,7 @@ from torch import Tensor, nn
 import planner
 import teraio
 from teraio.optimizer.host import HostUpdate
-from teraio.registry import REGISTRY
 
-from ..teraio.in_process import InProcessJob
 from ..teraio.parity.test_faults import fail_on
 from ..teraio.parity.test_host_updates import TOLERANCE, far
 from ..training import Training, begin, unequal
@@ -35,13 +32,7 @@ WEIGHTS_BYTES = 4 * WIDTH * WIDTH * LAYERS
 """64 MiB; with gradients and two states 256 MiB."""
 BUDGET = 3 * WEIGHTS_BYTES
 UNTIL_PLANNED = 8
-pytestmark = needs_gpu
-
-
-@pytest.fixture(autouse=True)
-def planning_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of its own imports for seconds."""
-    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=InProcessJob))
+pytestmark = [needs_gpu, pytest.mark.usefixtures("planning_in_process")]
 
 
 @pytest.fixture
@@ -76,9 +67,7 @@ def step(training: Training, number: int) -> None:
     dtype = next(training.module.parameters()).dtype
     rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number)).to(DEVICE, dtype)
     (training.model(rows) - 0.1).square().mean().backward()
-    for optimizer in training.optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+    training.update()
 
 
 def train(training: Training, first: int, last: int) -> Training:

@@ -40,7 +40,7 @@ def forking(forking_process: Forking) -> Iterator[Forking]:
 
 
 @pytest.fixture
-def ranks() -> Iterator[None]:
+def group() -> Iterator[None]:
     """Two ranks, of which the other one does not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield

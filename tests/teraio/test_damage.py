@@ -44,9 +44,7 @@ def train_activations(
         loss = training.model(batch).square().mean()
         meanwhile()
         loss.backward()
-        for optimizer in training.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        training.update()
         losses.append(loss.item())
 
     training.run(itertools.repeat(torch.randn(16384, 64), 2), step)
@@ -138,9 +136,7 @@ def train(training: Training, moment: Callable[[int, str], None] = lambda step, 
         loss = training.model(batch).square().mean()
         moment(index, "after forward")
         loss.backward()
-        for optimizer in training.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        training.update()
         moment(index, "after step")
 
     training.run(random_rows(STEPS), step)

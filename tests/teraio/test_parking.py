@@ -50,9 +50,7 @@ def parking_step(training: Training, batch: Tensor, index: int) -> None:
     maybe("forward")
     loss.backward()
     maybe("backward")
-    for optimizer in training.optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+    training.update()
 
 
 @pytest.mark.parametrize("how", BUDGETS)
@@ -103,9 +101,7 @@ def test_what_the_lower_tiers_cannot_hold_stays_and_is_named(tmp_path: Path) -> 
         training.model(batch).square().mean().backward()
         parked = teraio.park()
         assert parked.staying_bytes[NO_ROOM] == 18 * MIB, "24 weights and their gradients, less what the host tier holds"
-        for optimizer in training.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        training.update()
 
     training.run(random_rows(2), step)
 

@@ -194,9 +194,7 @@ def train_and_write(options: Mapping[str, Any]) -> list[Tensor]:
         write([kind for kind in WRITES[index] if kind in UNSEEN_BY_AUTOGRAD])
         loss.backward()
         evaluate(training, batch)
-        for optimizer in training.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        training.update()
 
     training.run(random_rows(len(WRITES)), step)
     return list(training.finish().values())
@@ -267,9 +265,7 @@ def train_cache(options: dict[str, Any]) -> list[Tensor]:
     def step(index: int, _: int) -> None:
         loss = training.model(torch.full((1024, 256), float(index)))
         loss.backward()
-        for optimizer in training.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        training.update()
         losses.append(loss.detach())
 
     training.run(range(3), step)

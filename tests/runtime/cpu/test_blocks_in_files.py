@@ -371,28 +371,22 @@ def test_what_ends_in_its_file_stays_there_and_the_next_run_takes_it_over(rig: C
     assert path.read_bytes() == before
 
 
-def test_what_is_left_in_its_file_lets_go_of_it_with_its_tensor(rig: CpuMachine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("here", [True, False], ids=["on the device", "away"])
+def test_a_file_is_closed_though_a_spilled_block_is_left(rig: CpuMachine, tmp_path: Path, here: bool) -> None:
+    """At once if its bytes are on the device; otherwise with its tensor."""
     path = checkpoint(tmp_path)
     tensor, block = weight(rig, path)
     other, gone = rig.make(MIB, 7)
     rig.leave(gone)
-    rig.pager.closing.leave_behind()
+    if here:
+        rig.use(block)
+    assert rig.pager.closing.leave_behind() == MIB + (0 if here else SIZE)
     rig.close()
+    assert data_of(tensor) == content(path) and is_open(path) != here
     del tensor, block
     gc.collect()
     assert not is_open(path)
     assert set(other.tolist()) == {7} and path.stat().st_blocks * 512 >= 4 * MIB, "no hole is made in a file of the user"
-
-
-def test_a_file_that_is_on_the_device_is_closed_though_a_spilled_block_is_left(rig: CpuMachine, tmp_path: Path) -> None:
-    path = checkpoint(tmp_path)
-    tensor, block = weight(rig, path)
-    other, gone = rig.make(MIB, 7)
-    rig.leave(gone)
-    rig.use(block)
-    assert rig.pager.closing.leave_behind() == MIB
-    rig.close()
-    assert not is_open(path) and data_of(tensor) == content(path) and set(other.tolist()) == {7}
 
 
 def test_a_file_that_was_cut_after_the_end_is_not_taken_over(plain: CpuMachine, tmp_path: Path) -> None:

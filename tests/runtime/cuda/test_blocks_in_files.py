@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,8 @@ from ..storage.fakes import CompatMode, FakeKvikio, SlowCopier
 SIZE = MIB + 8
 
 
-def staged(folder: Path) -> StagedStore:
-    return StagedStore([folder], SlowCopier(), budget_bytes=None, buffer_bytes=MIB // 4)  # type: ignore[arg-type]
-
-
-def summed(folder: Path) -> StagedStore:
-    return StagedStore([folder], SlowCopier(), budget_bytes=None, buffer_bytes=MIB // 4, checksums=True)  # type: ignore[arg-type]
+def staged(folder: Path, checksums: bool = False) -> StagedStore:
+    return StagedStore([folder], SlowCopier(), budget_bytes=None, buffer_bytes=MIB // 4, checksums=checksums)  # type: ignore[arg-type]
 
 
 def kvikio(folder: Path) -> KvikioStore:
@@ -100,9 +97,17 @@ class Rig:
             time.sleep(0.001)
 
 
-@pytest.fixture(params=[staged, summed, kvikio])
+RIGS = {
+    "staged": partial(Rig, make=staged),
+    "checksums": partial(Rig, make=partial(staged, checksums=True)),
+    "kvikio": partial(Rig, make=kvikio),
+    "debug": partial(Rig, make=staged, debug=True),
+}
+
+
+@pytest.fixture(params=RIGS)
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path, request.param)
+    rig = RIGS[request.param](tmp_path)
     yield rig
     rig.close()
 
@@ -157,18 +162,6 @@ def test_a_file_that_is_cut_is_an_error(rig: Rig) -> None:
     with pytest.raises(StorageIOError, match=r"it has 1,048,576 bytes now, and had 3,145,805.*leave a checkpoint as it is"):
         rig.use(block)
     assert rig.pager.account.used_bytes == 0
-
-
-def test_in_debug_mode(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, staged, debug=True)
-    tensor, block = rig.weight(808)
-    for _ in range(2):
-        rig.use(block)
-        assert data_of(tensor) == rig.before[808 : 808 + SIZE]
-        rig.user_code(tensor.sum)
-        rig.leave(block)
-    assert slot_of(block).file is not None
-    rig.close()
 
 
 def test_kvikio_opens_a_file_by_its_descriptor_and_by_the_host_where_cufile_cannot(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_numbers_and_sparse_tensors_are_no_blocks() -> None:
     assert [block.name for block in bench.pager.blocks] == ["slot2"]
 
 
-def test_time_in_collectives_is_told_apart(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_in_collectives_is_told_apart(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the operators of torch.distributed, also of one that fails. Each look at the clock finds it a second later."""
     seconds = itertools.count()
 

@@ -48,7 +48,7 @@ def shard(local: torch.Tensor) -> DTensor:
     return DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)])
 
 
-def test_a_sharded_parameter_has_the_memory_of_its_local_tensor_and_is_one_block_with_it(ranks: None) -> None:
+def test_a_sharded_parameter_has_the_memory_of_its_local_tensor_and_is_one_block_with_it(group: None) -> None:
     local = torch.ones(3, 4)
     for plain in (local, torch.nn.Parameter(local)):
         assert holder_of(plain) is plain
@@ -60,7 +60,7 @@ def test_a_sharded_parameter_has_the_memory_of_its_local_tensor_and_is_one_block
     assert pager.known_blocks(values) == [block, None, None, None, None, block] and pager.known_block(local) is block
 
 
-def test_the_result_of_a_collective_is_waited_for(ranks: None) -> None:
+def test_the_result_of_a_collective_is_waited_for(group: None) -> None:
     running = AsyncCollectiveTensor(torch.ones(3, 4))
     assert not running.completed
     assert holder_of(running) is running.elem

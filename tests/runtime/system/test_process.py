@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 
 import pytest
 import torch
@@ -72,18 +73,11 @@ def test_an_error_inside_does_not_lose_the_signal() -> None:
 def test_an_error_inside_undoes_what_was_begun_inside() -> None:
     """And not what an earlier section has begun, whose later hook may still come."""
     undone: list[str] = []
-
-    def earlier() -> None:
-        undone.append("earlier")
-
-    def inside() -> None:
-        undone.append("inside")
-
     with uninterrupted():
-        undo_if_interrupted(earlier)
+        undo_if_interrupted(partial(undone.append, "earlier"))
     with pytest.raises(ValueError), uninterrupted():
         with uninterrupted():
-            undo_if_interrupted(inside)
+            undo_if_interrupted(partial(undone.append, "inside"))
         raise ValueError
     assert undone == ["inside"]
     with pytest.raises(KeyboardInterrupt):
@@ -133,12 +127,8 @@ def test_a_handler_that_the_program_replaces_inside_and_sets_again_is_its_own() 
 
 def test_user_code_within_is_interrupted_at_once_and_what_follows_is_not() -> None:
     undone: list[str] = []
-
-    def undo() -> None:
-        undone.append("it")
-
     with uninterrupted():
-        undo_if_interrupted(undo)
+        undo_if_interrupted(partial(undone.append, "it"))
     done = []
     with pytest.raises(KeyboardInterrupt):
         with uninterrupted():
@@ -171,10 +161,7 @@ def test_other_threads_change_nothing() -> None:
 
 def test_what_a_hook_leaves_is_undone_if_the_program_is_interrupted_after_it() -> None:
     undone: list[str] = []
-
-    def undo() -> None:
-        undone.append("it")
-
+    undo = partial(undone.append, "it")
     with uninterrupted():
         undo_if_interrupted(undo)
     assert not undone

@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import teraio
 from planner.errors import BudgetError, UnsupportedError
@@ -41,14 +39,6 @@ from teraio.following import IterationObserver
 from teraio.optimizer import OptimizerFacts, OptimizerSteps
 
 from ...training import MIB, Chain, compiled, forget
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """Two ranks, of which the other one does not exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 def test_a_checkpoint_is_loaded_before_the_model_is_sharded(group: None, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch._prims import rng_prims
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from runtime.execution import run_plain
@@ -316,14 +315,6 @@ def test_only_stages_of_forward_graphs_are_judged() -> None:
 collective = torch.ops._c10d_functional
 FINEST = CutPolicy(shortest_seconds=1e-9, far_above=1e-6)
 Combine = Callable[["Weights", Tensor], Tensor]
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """Two ranks, of which the other one does not exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 class Weights(nn.Module):
