@@ -53,6 +53,7 @@ class IdleDevice:
     """
 
     asynchronous = True
+    pieces = None
     retries = 0
     device = torch.device("cpu")
 

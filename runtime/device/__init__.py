@@ -13,6 +13,7 @@ from runtime.device.device import (
     Event,
     Lane,
     Mark,
+    Pieces,
     Span,
     Streams,
     TimedEvent,

@@ -22,6 +22,7 @@ from planner.errors import StorageError
 from runtime.device import DeviceMemoryError
 from runtime.paging.block import OFFLOADED, OFFLOADING, ON_DEVICE, PREFETCHING, UPDATING, Block
 from runtime.paging.mover import in_file
+from runtime.paging.pieces import StagePieces
 from runtime.paging.room import PrefetchQueue, RoomMaker, out_of_memory
 from runtime.paging.state import PagerState, awaited
 from runtime.paging.transitions import BlockTransitions
@@ -59,6 +60,7 @@ class Stages:
         self._transitions = transitions
         self._prefetches = prefetches
         self._room = room
+        self._pieces = StagePieces(state)
 
     # -- around a stage
 
@@ -106,6 +108,7 @@ class Stages:
         """
         with self._lock:
             try:
+                self._pieces.stage_ended()
                 for block in written:
                     self._transitions.write(block)
                 for block in last_used:
@@ -142,9 +145,11 @@ class Stages:
                 self._transitions.note_peak()
                 self._fetch(need.then_fetch)
             self._mover.wait_resident(blocks)
+            self._pieces.stage_begins(need.what, need.new_bytes, blocks)
             if need.piece_bytes:
                 self.device.try_memory(need.piece_bytes)
         except BaseException:
+            self._pieces.give_up()
             self._release(blocks)
             raise
 
@@ -205,6 +210,7 @@ class Stages:
             account = self.account
             self._signal.raise_failure()
             self._tiers.check_files()
+            self._pieces.region_begins()
             self._transitions.sweep()
             self._transitions.forget_replaced(blocks)
             account.external_bytes = self.device.external_bytes(account.used_bytes + account.fixed_bytes)

@@ -100,7 +100,7 @@ class CheckedMover:
         self._mover.release(block)
 
     def install(self, block: Block, fresh: torch.UntypedStorage | None = None) -> None:
-        if self._debug and fresh is not None:
+        if self._debug and fresh is not None and block in self._dropped:
             self._compare_recomputed(block, fresh)
         self._mover.install(block, fresh)
         if self._debug and fresh is None:

@@ -35,6 +35,7 @@ class ModelledDevice:
     """
 
     asynchronous = False
+    pieces = None
     retries = 0  # nothing is allocated
     allocated_bytes = 0
 

@@ -10,6 +10,7 @@ import torch
 
 import teraio
 from runtime.cuda import CudaStreams, computing
+from runtime.device import COMPUTE
 from teraio.machine import open_machine
 from teraio.options import Options
 
@@ -114,3 +115,43 @@ def test_a_device_that_was_kept_busy_has_its_memory_back() -> None:
     with computing(DEVICE):
         pass
     assert torch.cuda.memory_allocated(DEVICE) <= before, "less, where products before it had workspaces"
+
+
+def test_blocks_make_way_for_pieces_and_the_allocator_finds_them() -> None:
+    """[Note: Memory in pieces], with the allocator that it is made for."""
+    torch.cuda.empty_cache()
+    streams, size, content = CudaStreams(DEVICE), 8 << 20, {}
+    with torch.cuda.stream(streams._streams[COMPUTE]):
+        held = {n: streams.allocate(size) for n in range(12)}
+        for number, storage in held.items():
+            content[number] = torch.full((size,), number + 1, dtype=torch.uint8, device=DEVICE)
+            torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(storage).copy_(content[number])
+        content.clear()
+        last = streams.allocate(size)
+    streams.limit_bytes = streams.reserved_bytes
+    for number in range(0, 12, 2):
+        del held[number]
+    with streams.region():
+        before = streams.retries
+        assert streams.pieces.begin_recording() and not streams.pieces.begin_recording(), "another recording goes on"
+        torch.empty(3 * size, dtype=torch.uint8, device=DEVICE)
+        assert streams.retries == before + 1
+        assert streams.pieces.recorded(size) == (3 * size,)
+
+        where = {storage.data_ptr(): number for number, storage in held.items()}
+
+        def install(address: int, fresh: torch.UntypedStorage) -> None:
+            number = where.pop(address)
+            held[number], where[fresh.data_ptr()] = fresh, number
+
+        for number in range(1, 12, 4):  # the retry has taken away what was free
+            del where[held.pop(number).data_ptr()]
+        streams.pieces.gather([2 * size], lambda: dict.fromkeys(where, size), install)
+        torch.empty(2 * size, dtype=torch.uint8, device=DEVICE)
+        assert streams.retries == before + 1
+        assert all(bool((tensor_over(storage) == number + 1).all()) for number, storage in held.items())
+    del last
+
+
+def tensor_over(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(storage)

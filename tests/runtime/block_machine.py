@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from runtime.cuda import StreamMover
-from runtime.device import CpuDevice, DeviceMemoryError, Lane
+from runtime.device import CpuDevice, DeviceMemoryError, Lane, Pieces
 from runtime.paging import Block, CheckedMover, Pager, State, Tier, Tiers
 from runtime.storage import Extent, RangeCopy
 
@@ -26,9 +26,15 @@ TIERS = [("host",), ("storage",), ("host", "storage")]
 class Allocator(CpuDevice):
     """What the pager asks of the device's allocator; of other memory on the device it knows nothing."""
 
+    retries = 1  # so that blocks make way for stages, where they can move on the device
+
     def __init__(self, streams: Any) -> None:
         super().__init__(streams.trim)
         self._streams = streams
+
+    @property
+    def pieces(self) -> Pieces | None:  # type: ignore[override]
+        return getattr(self._streams, "pieces", None)
 
     def keep_until_computed(self, storage: torch.UntypedStorage) -> None:
         self._streams.keep_until_computed(storage)

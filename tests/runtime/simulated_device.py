@@ -16,7 +16,7 @@ import functools
 import random
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
 import torch
 
@@ -65,12 +65,16 @@ class Arena:
         self._kept: set[range] = set()
         self._until: list[SimulatedEvent] = []
         self._unmapped: set[range] = set()
-        self._device, self._unit = device, unit
+        self._device, self.unit = device, unit
+
+    @property
+    def has_free(self) -> bool:
+        return bool(self._free)
 
     def allocate(self, size_bytes: int, lane: Lane) -> torch.UntypedStorage:
         if not self._free:
             self.unmap()
-        if not self._free or size_bytes > self._unit:
+        if not self._free or size_bytes > self.unit:
             raise BudgetError(smallest_bytes=size_bytes, budget_bytes=0, stage="simulation")
         place = self._free.pop(self._device.draw.randrange(len(self._free)))
         self._unmapped.discard(place)
@@ -99,7 +103,7 @@ class Arena:
 
     def keep_until_computed(self, address: int) -> None:
         begin = address - self._begin
-        self._kept.add(range(begin, begin + self._unit))
+        self._kept.add(range(begin, begin + self.unit))
 
     def is_mapped(self, address: int, size_bytes: int) -> bool:
         """Whether the range may be read and written. Memory outside of the arena always may."""
@@ -119,11 +123,40 @@ class Arena:
         self._free.append(place)
 
 
+class SimulatedPieces:
+    """`Pieces` of a simulated device: whichever blocks may move do so at random. moved: how many have."""
+
+    def __init__(self, device: SimulatedDevice, seed: int) -> None:
+        self.moved = 0
+        self._device = device
+        self._draw = random.Random(seed)
+
+    def begin_recording(self) -> bool:
+        return True
+
+    def recorded(self, least_bytes: int) -> Sequence[int]:
+        return (self._device.arena.unit,)
+
+    def gather(
+        self,
+        pieces: Sequence[int],
+        movable: Callable[[], MutableMapping[int, int]],
+        install: Callable[[int, torch.UntypedStorage], None],
+    ) -> None:
+        blocks = sorted(movable().items())
+        for address, size in self._draw.sample(blocks, min(len(blocks), self._draw.randint(0, 3))):
+            if self._device.arena.has_free:
+                fresh = self._device.allocate(size)
+                self._device.copy(Lane.COMPUTE, target=fresh.data_ptr(), source=address, size_bytes=size)
+                install(address, fresh)
+                self.moved += 1
+
+
 class SimulatedDevice:
     """`Streams` in ordinary memory.
 
     pace: steps that it makes while the host does something. speeds: weights of the lanes. faults: what touched unmapped memory.
-    crumbled: free memory is in pieces that serve nobody, until all of it was given back.
+    crumbled: free memory is in pieces that serve nobody, until all of it was given back. pieces: None if no block moves on it.
     elsewhere: another device is current, so that the allocator waits for that one's default stream instead of the user's lane.
     """
 
@@ -141,6 +174,7 @@ class SimulatedDevice:
         self.faults: list[str] = []
         self.elsewhere = False
         self.crumbled = False
+        self.pieces: SimulatedPieces | None = None
 
     # -- the device's side
 

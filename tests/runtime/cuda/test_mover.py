@@ -21,7 +21,7 @@ from runtime.storage import ALIGNMENT_BYTES
 from ...thoroughness import by_profile
 from ..block_machine import SLICES, TIERS
 from ..memory_mover import EndedRange
-from ..simulated_device import SimulatedDevice, SimulatedEvent
+from ..simulated_device import SimulatedDevice, SimulatedEvent, SimulatedPieces
 from ..simulated_machine import UNIT, SimulatedMachine, SteppedTransfer
 
 STEPS = 120
@@ -85,6 +85,21 @@ def test_any_sequence_in_any_order(
     machine.pager.forget_dead()
     assert slots and machine.slab.used_bytes == machine.files.used_bytes == 0, "every slot came back"
     assert machine.checked is None or not (machine.checked._sums or machine.checked._unseen), "blocks that are gone are forgotten"
+
+
+@MODES
+@pytest.mark.parametrize("tiers", TIERS, ids="+".join)
+def test_blocks_that_make_way_on_the_device_keep_their_bytes(tiers: Sequence[str], debug: bool) -> None:
+    """[Note: Memory in pieces]: before a stage, any blocks move that no copy and nobody else uses."""
+    moved = 0
+    for seed in range(SEEDS):
+
+        def prepare(machine: SimulatedMachine, seed: int = seed) -> None:
+            machine.device.pieces = SimulatedPieces(machine.device, seed)
+
+        machine = run(seed, tiers, prepare, debug=debug, lends=bool(seed % 2), crumbles=0.02)
+        moved += machine.device.pieces.moved
+    assert moved > 5 * SEEDS
 
 
 @pytest.mark.parametrize("tiers", TIERS, ids="+".join)

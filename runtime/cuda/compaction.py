@@ -1,0 +1,262 @@
+"""Makes the free memory of a pool lie in pieces that are large enough: blocks make way, by copies on the device.
+
+The pool hands out the smallest free range that is large enough (best fit), as PyTorch's allocator of a GPU does. So what goes
+where can be foreseen, but not chosen.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+_UNIT_BYTES = 512  # of PyTorch's allocator: all sizes are multiples of it
+_LOOKED_AT = 256  # places are looked at closely: some 10 µs each
+_ATTEMPTS = 4  # where blocks go elsewhere than foreseen, the range becomes larger, but not as large as it should
+_TRIES = 64  # to get memory elsewhere than in the window
+
+
+class Chunk(NamedTuple):
+    """A range of memory that is free, or that the pool has handed out as a whole."""
+
+    address: int
+    size_bytes: int
+    free: bool
+
+    @property
+    def end(self) -> int:
+        return self.address + self.size_bytes
+
+
+class Pool(Protocol):
+    """Memory that computation allocates from."""
+
+    def segments(self) -> Sequence[Mapping[str, Any]]:
+        """Return its ranges of addresses with their blocks, in the form of `torch.cuda.memory_snapshot`."""
+
+    @property
+    def growth_bytes(self) -> int:
+        """So large a piece it can take from the device."""
+
+    def allocate(self, size_bytes: int) -> torch.UntypedStorage:
+        """Allocate memory from it."""
+
+
+def gather(
+    pool: Pool,
+    pieces: Sequence[int],
+    movable: Callable[[], MutableMapping[int, int]],
+    move: Callable[[int, torch.UntypedStorage], None],
+) -> None:
+    """Make free ranges for all of `pieces` (bytes, the largest first) at once, as far as that can be.
+
+    movable: returns the bytes of the blocks that may move, by address. move: gives the block at an address other memory, with its
+    content, and frees that which it had.
+    """
+    segments = pool.segments()
+    if _all_fit(_free_sizes(segments), pieces):
+        return
+    layout, blocks = Layout(segments), movable()
+    holders = []  # each piece that is found is held until all are
+    for size in pieces:
+        if pool.growth_bytes < size and not _make_free(pool, layout, size, blocks, move):
+            return
+        holders.append(holder := pool.allocate(size))
+        if not layout.take(holder.data_ptr(), size):  # the pool has grown elsewhere
+            layout = Layout(pool.segments())
+
+
+def _make_free(
+    pool: Pool,
+    layout: Layout,
+    size_bytes: int,
+    blocks: MutableMapping[int, int],
+    move: Callable[[int, torch.UntypedStorage], None],
+) -> bool:
+    """Make one free range of `size_bytes`. Returns whether there is."""
+    for _ in range(_ATTEMPTS):
+        if layout.fits(size_bytes):
+            return True
+        way = cheapest_way(layout.chunks, size_bytes, blocks)
+        if way is None or not _clear(pool, layout, way, blocks, move):
+            return False
+    return layout.fits(size_bytes)
+
+
+class Layout:
+    """What lies where in a pool."""
+
+    def __init__(self, segments: Sequence[Mapping[str, Any]]) -> None:
+        blocks = (block for segment in segments for block in segment["blocks"])
+        self.chunks = sorted(Chunk(block["address"], block["size"], block["state"] == "inactive") for block in blocks)
+
+    def fits(self, size_bytes: int) -> bool:
+        """Whether a free range is so large."""
+        return any(chunk.free and chunk.size_bytes >= size_bytes for chunk in self.chunks)
+
+    def take(self, address: int, size_bytes: int) -> bool:
+        """So many bytes from an address on were handed out. Returns False if they were not free."""
+        place, chunk = self._at(address)
+        end = address + -(-size_bytes // _UNIT_BYTES) * _UNIT_BYTES
+        if not chunk.free or not chunk.address <= address <= end <= chunk.end:
+            return False
+        parts = (
+            Chunk(chunk.address, address - chunk.address, True),
+            Chunk(address, end - address, False),
+            Chunk(end, chunk.end - end, True),
+        )
+        self.chunks[place : place + 1] = [part for part in parts if part.size_bytes]
+        return True
+
+    def free(self, address: int) -> None:
+        """What was handed out at an address is free, and one range with its free neighbours."""
+        place, chunk = self._at(address)
+        first, last, begin, end = place, place + 1, chunk.address, chunk.end
+        if place and self.chunks[place - 1].free and self.chunks[place - 1].end == begin:
+            first, begin = place - 1, self.chunks[place - 1].address
+        if last < len(self.chunks) and self.chunks[last].free and self.chunks[last].address == end:
+            last, end = last + 1, self.chunks[last].end
+        self.chunks[first:last] = [Chunk(begin, end - begin, True)]
+
+    def _at(self, address: int) -> tuple[int, Chunk]:
+        place = max(bisect_right(self.chunks, address, key=lambda chunk: chunk.address) - 1, 0)
+        return place, self.chunks[place]
+
+
+class Way(NamedTuple):
+    """How neighbours become one free range. end: theirs. leaving: which blocks move, in this order; those for which there is no
+    room elsewhere move down, to where others have left."""
+
+    end: int
+    leaving: tuple[Chunk, ...]
+
+
+def cheapest_way(chunks: Sequence[Chunk], size_bytes: int, movable: Container[int]) -> Way | None:
+    """Return how to get a free range of `size_bytes` by moving few bytes; None if no way is seen.
+
+    chunks: in the order of their addresses. movable: where the blocks begin that may move.
+    """
+    holes = sorted(chunk.size_bytes for chunk in chunks if chunk.free)
+    for _, first in sorted(_windows(chunks, size_bytes, movable))[:_LOOKED_AT]:
+        way = _way(chunks, first, holes, size_bytes, movable)
+        if way is not None:
+            return way
+    return None
+
+
+def _windows(chunks: Sequence[Chunk], size_bytes: int, movable: Container[int]) -> Iterator[tuple[int, int]]:
+    """Yield the bytes that are not free, and the first position, of neighbours that are large enough if all leave."""
+    first = length = used = 0
+    for position, chunk in enumerate(chunks):
+        stays = not chunk.free and chunk.address not in movable
+        if stays or position and chunk.address != chunks[position - 1].end:
+            first, length, used = position + stays, 0, 0
+            if stays:
+                continue
+        length += chunk.size_bytes
+        used += 0 if chunk.free else chunk.size_bytes
+        while length >= size_bytes:
+            yield used, first
+            length -= chunks[first].size_bytes
+            used -= 0 if chunks[first].free else chunks[first].size_bytes
+            first += 1
+
+
+def _way(chunks: Sequence[Chunk], first: int, holes: Sequence[int], size_bytes: int, movable: Container[int]) -> Way | None:
+    """Return how neighbours become a free range, from the first one on; None if a block can neither leave nor move down.
+
+    holes: the sizes of all free ranges, sorted.
+    """
+    elsewhere, gap, leaving, end = list(holes), 0, [], chunks[first].address
+    for chunk in itertools.islice(chunks, first, None):
+        if chunk.address != end or not chunk.free and chunk.address not in movable:
+            return None
+        end = chunk.end
+        place = bisect_left(elsewhere, chunk.size_bytes)
+        best = elsewhere[place] if place < len(elsewhere) else None
+        if chunk.free:
+            if best != chunk.size_bytes:
+                return None  # a block would have gone there
+            elsewhere.pop(place)
+            gap += chunk.size_bytes
+        else:
+            if best is not None and not chunk.size_bytes <= gap < best:
+                _cut(elsewhere, place, chunk.size_bytes)
+                gap += chunk.size_bytes
+            elif chunk.size_bytes > gap:
+                return None
+            leaving.append(chunk)
+        if gap >= size_bytes:
+            return Way(end, tuple(leaving))
+    return None
+
+
+def _clear(
+    pool: Pool, layout: Layout, way: Way, blocks: MutableMapping[int, int], move: Callable[[int, torch.UntypedStorage], None]
+) -> bool:
+    """Go that way. Returns False where the pool does otherwise than foreseen."""
+    kept = []  # the pool must not hand these out again before all have left
+    for chunk in way.leaving:
+        size = blocks.pop(chunk.address)
+        for _ in range(_TRIES):
+            fresh = pool.allocate(size)
+            address = fresh.data_ptr()
+            if not chunk.address <= address < way.end:
+                break
+            kept.append(fresh)
+        else:
+            return False
+        if not layout.take(address, size):
+            return False
+        move(chunk.address, fresh)
+        del fresh
+        layout.free(chunk.address)
+        blocks[address] = size
+    return True
+
+
+def _free_sizes(segments: Sequence[Mapping[str, Any]]) -> list[int]:
+    return sorted(block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "inactive")
+
+
+def _all_fit(holes: list[int], sizes: Iterable[int]) -> bool:
+    """Whether all find room in `holes`, which are sorted, each in the smallest that is large enough."""
+    for size in sizes:
+        place = bisect_left(holes, size)
+        if place == len(holes):
+            return False
+        _cut(holes, place, size)
+    return True
+
+
+def _cut(holes: list[int], place: int, size_bytes: int) -> None:
+    left = holes.pop(place) - size_bytes
+    if left:
+        insort(holes, left)
+
+
+def pieces_of(events: Iterable[Mapping[str, Any]], least_bytes: int) -> tuple[int, ...]:
+    """Return the sizes of pieces that serve a history of allocations, the largest first. Those below `least_bytes` do not count.
+
+    events: in the form of the traces of `torch.cuda.memory._snapshot`. What is freed serves what is allocated later.
+    """
+    sizes: list[int] = []
+    free: list[int] = []  # numbers of those that serve nobody
+    holding: dict[int, int] = {}
+    for event in events:
+        if event["action"] == "free_requested" and event["addr"] in holding:
+            free.append(holding.pop(event["addr"]))
+        elif event["action"] == "alloc" and (size := event["size"]) >= least_bytes:
+            fitting = [number for number in free if sizes[number] >= size]
+            if fitting or free:  # the smallest that is large enough, else the largest, which has to be larger then
+                number = min(fitting, key=sizes.__getitem__) if fitting else max(free, key=sizes.__getitem__)
+                free.remove(number)
+                sizes[number] = max(sizes[number], size)
+            else:
+                number = len(sizes)
+                sizes.append(size)
+            holding[event["addr"]] = number
+    return tuple(sorted(sizes, reverse=True))

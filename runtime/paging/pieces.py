@@ -1,0 +1,136 @@
+"""Room in pieces for stages whose allocator serves each request in one piece.
+
+[Note: Memory in pieces]
+The budget counts bytes, wherever they lie. Where the allocator of a GPU has no free range that is large enough, it takes all free
+memory away from where it lies, and puts some of it where the request goes ("a retry"): tens of milliseconds, and what is left has
+gaps. To copy the blocks that are in the way on the device takes less than one. So once there has been a retry, each stage is
+recorded in one of its runs: which pieces it allocates. From then on blocks make way before it runs, if it needs a large piece, or
+has had a retry. Where that does not help, because of the gaps, everything leaves that can, and comes back close together: this
+takes as long as some iterations, and so comes ever more rarely if it does not last. What is found wrong costs a retry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from runtime.device import MIN_MOVED_BYTES, DeviceMemoryError, Pieces
+from runtime.paging.block import ON_DEVICE, Block
+from runtime.paging.state import PagerState
+
+# Pieces of this part of the budget are made way for; with them the smaller ones of the same stage, which would be put there else.
+_LARGE_SHARE = 64
+_LOOKED_AT = 12  # so many regions after a retry, each stage is asked whether it had one: that takes as long as ten of its blocks
+_REGIONS = 12  # between two times that everything leaves, at least
+_IN_VAIN = 4  # so many retries, with no more than `_LOOKED_AT` regions between them, although blocks made way
+
+
+class _Recorded(NamedTuple):
+    """The pieces that a stage has allocated, the largest first, when it was said to need `new_bytes` at most."""
+
+    pieces: Sequence[int]
+    new_bytes: int
+
+
+class StagePieces:
+    """What stages need in one piece, by name. All calls with the pager's lock held, by the training thread."""
+
+    def __init__(self, state: PagerState) -> None:
+        self._account = state.account
+        self._device = state.device
+        self._mover = state.mover
+        self._seen: set[str] = set()
+        self._known: dict[str, _Recorded] = {}
+        self._short: set[str] = set()
+        self._running = ""
+        self._new_bytes = 0
+        self._recording = False
+        self._retries = self._retries_before = 0
+        self._looks = 0
+        self._in_vain = 0
+        self._region = self._emptied_in = 0
+        self._patience = _REGIONS
+
+    def region_begins(self) -> None:
+        """A compiled region begins."""
+        if self._device.pieces is not None and self._account.budget_bytes is not None:
+            retries, before = self._device.retries, self._retries_before
+            self._looks, self._retries_before = _LOOKED_AT if retries > before else max(self._looks - 1, 0), retries
+            self._region += 1
+            if not self._looks:
+                self._in_vain = 0
+
+    def stage_begins(self, what: str, new_bytes: int, held: Sequence[Block]) -> None:
+        """A stage runs next, for which the budget has room. held: the blocks that it uses, which nobody else may hold.
+
+        Raises DeviceMemoryError if everything should leave that can, for the others to lie close together.
+        """
+        pieces = self._device.pieces
+        if pieces is None or not self._retries_before:
+            return
+        self.give_up()
+        known = self._known.get(what)
+        if known is not None and known.new_bytes >= new_bytes:
+            if self._is_large(known.pieces) or what in self._short:
+                self._make_way(pieces, what, known.pieces, held)
+        elif what in self._seen:
+            self._recording = pieces.begin_recording()
+        self._seen.add(what)
+        self._running, self._new_bytes = what, new_bytes
+        if self._looks:
+            self._retries = self._device.retries
+
+    def give_up(self) -> None:
+        """The stage that began last, if it has not ended, does not run, or runs once more: what was recorded is not all."""
+        self._end_recording()
+        self._running = ""
+
+    def stage_ended(self) -> None:
+        """The stage that began last has ended."""
+        what, self._running = self._running, ""
+        if not what:
+            return
+        pieces = self._end_recording()
+        if pieces is not None:
+            self._known[what] = _Recorded(pieces, self._new_bytes)
+        if self._looks and self._device.retries > self._retries:
+            self._short.add(what)
+            self._in_vain += what in self._known
+
+    def _end_recording(self) -> Sequence[int] | None:
+        if not self._recording or self._device.pieces is None:
+            return None
+        self._recording = False
+        return self._device.pieces.recorded(MIN_MOVED_BYTES)
+
+    def _is_large(self, sizes: Sequence[int]) -> bool:
+        return bool(sizes) and sizes[0] >= (self._account.budget_bytes or 0) // _LARGE_SHARE
+
+    def _make_way(self, pieces: Pieces, what: str, sizes: Sequence[int], held: Sequence[Block]) -> None:
+        self._gather(pieces, sizes, frozenset(held))
+        since = self._region - self._emptied_in
+        if self._in_vain >= _IN_VAIN and since >= self._patience:
+            self._patience = 2 * self._patience if since < 8 * self._patience else _REGIONS
+            self._in_vain, self._emptied_in = 0, self._region
+            raise DeviceMemoryError(f"free memory lies too far apart for {what}")
+
+    def _gather(self, pieces: Pieces, sizes: Sequence[int], held: frozenset[Block]) -> None:
+        blocks: dict[int, Block] = {}
+
+        def movable() -> dict[int, int]:
+            here = (b for b in self._account.here if b.state is ON_DEVICE and b.span is not None and b.pins == (b in held))
+            waiting = [block for block in here if block.storage() is not None]
+            while waiting:
+                at_rest = self._mover.finished(waiting)  # up to the first one that is being copied
+                blocks.update((block.address, block) for block in at_rest)
+                waiting = waiting[len(at_rest) + 1 :]
+            return {address: block.size_bytes for address, block in blocks.items()}
+
+        def install(address: int, fresh: torch.UntypedStorage) -> None:
+            block = blocks.pop(address)
+            self._mover.install(block, fresh)
+            blocks[block.address] = block
+
+        pieces.gather(sizes, movable, install)

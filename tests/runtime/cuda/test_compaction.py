@@ -1,0 +1,212 @@
+"""Free memory in pieces, in a pool that hands out ranges as PyTorch's allocator of a GPU does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from runtime.cuda.compaction import Chunk, Layout, cheapest_way, gather, pieces_of
+
+UNIT = 512
+GAP = 1000 * UNIT
+
+
+class Held:
+    """What was allocated from a pool; free once nobody holds it."""
+
+    def __init__(self, pool: BestFit, address: int, size_bytes: int) -> None:
+        self._pool, self._address, self._size_bytes = pool, address, size_bytes
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def nbytes(self) -> int:
+        return self._size_bytes
+
+    def __del__(self) -> None:
+        self._pool.free(self._address)
+
+
+class BestFit:
+    """A pool of ranges with gaps between. It hands out the smallest free range that is large enough, at its begin.
+
+    growth_bytes: may be taken in a range of its own. retries: requests that found no free range. blocks, content: the bytes of
+    blocks and what is in them, by address.
+    """
+
+    def __init__(self, runs: Sequence[Sequence[int]], growth_bytes: int = 0) -> None:
+        """runs: the ranges that follow each other, in units: negative ones are free."""
+        self.growth_bytes = growth_bytes
+        self.retries = 0
+        self.blocks: dict[int, int] = {}
+        self.content: dict[int, str] = {}
+        self._held: dict[int, Held] = {}
+        self._chunks: list[Chunk] = []
+        address = GAP
+        for number, run in enumerate(runs):
+            for units in run:
+                chunk = Chunk(address, abs(units) * UNIT, units < 0)
+                self._chunks.append(chunk)
+                if units > 0:
+                    self.blocks[address], self.content[address] = chunk.size_bytes, f"{number} {address}"
+                address = chunk.end
+            address += GAP
+
+    def segments(self) -> Sequence[Mapping[str, Any]]:
+        runs: list[list[Chunk]] = []
+        for chunk in self._chunks:
+            if not runs or runs[-1][-1].end != chunk.address:
+                runs.append([])
+            runs[-1].append(chunk)
+        return [{"blocks": [_as_block(chunk) for chunk in run]} for run in runs]
+
+    def allocate(self, size_bytes: int) -> Any:
+        size = -(-size_bytes // UNIT) * UNIT
+        fitting = [chunk for chunk in self._chunks if chunk.free and chunk.size_bytes >= size]
+        if fitting:
+            chunk = min(fitting, key=lambda chunk: (chunk.size_bytes, chunk.address))
+        elif size <= self.growth_bytes:
+            self.growth_bytes -= size
+            self._chunks.append(chunk := Chunk(self._chunks[-1].end + GAP, size, True))
+        else:
+            self.retries += 1
+            raise MemoryError
+        left = Chunk(chunk.address + size, chunk.size_bytes - size, True)
+        place = self._chunks.index(chunk)
+        self._chunks[place : place + 1] = [Chunk(chunk.address, size, False), *([left] if left.size_bytes else [])]
+        return Held(self, chunk.address, size_bytes)
+
+    def free(self, address: int) -> None:
+        layout = Layout([])
+        layout.chunks = self._chunks
+        layout.free(address)
+
+    def move(self, address: int, fresh: Any) -> None:
+        self.blocks[fresh.data_ptr()] = self.blocks.pop(address)
+        self.content[fresh.data_ptr()] = self.content.pop(address)
+        if address in self._held:
+            del self._held[address]
+        else:
+            self.free(address)
+        self._held[fresh.data_ptr()] = fresh
+
+    def gather(self, *units: int, stay: Sequence[int] = ()) -> bool:
+        """Let blocks make way for pieces; not those at the positions `stay`. Return whether the pool has the pieces then."""
+        addresses = sorted(self.blocks)
+        staying = {addresses[position] for position in stay}
+        before = sorted(self.content.values())
+        gather(
+            self,
+            [unit * UNIT for unit in units],
+            lambda: {address: size for address, size in self.blocks.items() if address not in staying},
+            self.move,
+        )
+        assert sorted(self.content.values()) == before and staying <= set(self.blocks) and not self.retries
+        used = {chunk.address: chunk.size_bytes for chunk in self._chunks if not chunk.free}
+        assert used == {address: -(-size // UNIT) * UNIT for address, size in self.blocks.items()}, "nothing stays held"
+        return self.has(*units)
+
+    def has(self, *units: int) -> bool:
+        try:
+            held = [self.allocate(unit * UNIT) for unit in units]
+        except MemoryError:
+            self.retries = 0
+            return False
+        return bool(held)
+
+
+def _as_block(chunk: Chunk) -> Mapping[str, Any]:
+    return {"address": chunk.address, "size": chunk.size_bytes, "state": "inactive" if chunk.free else "active_allocated"}
+
+
+@pytest.mark.parametrize(
+    ("runs", "pieces"),
+    [
+        pytest.param([[4, -4, 2, -4, 8]], [8], id="a block goes down to where its neighbour's free range begins"),
+        pytest.param([[4, -4, 2, -4, 8], [-2, 6]], [8], id="a block goes elsewhere"),
+        pytest.param([[-6, 4, -6, 4, -6]], [12, 6], id="two pieces at once"),
+        pytest.param([[-8, 3, -2, 3, -2, 3, -2]], [14], id="many small blocks behind a free range"),
+        pytest.param([[2, -3, 2, -3, 2], [-2, 3, -2]], [5], id="through what was full"),
+        pytest.param([[1, -8]], [4, 4], id="one free range serves two"),
+    ],
+)
+def test_blocks_make_way_and_keep_their_contents(runs: Sequence[Sequence[int]], pieces: Sequence[int]) -> None:
+    assert BestFit(runs).gather(*pieces)
+
+
+def test_what_may_not_move_stays_and_neighbours_of_a_gap_are_no_neighbours() -> None:
+    assert not BestFit([[-4, 2, -4]]).gather(8, stay=[0])
+    assert not BestFit([[-4], [-4]]).gather(8)
+    assert not BestFit([[-4, 6, -4]]).gather(8), "there is no place for what would have to go"
+
+
+def test_a_piece_for_which_the_pool_may_grow_moves_nothing() -> None:
+    pool = BestFit([[-4, 2, -4]], growth_bytes=8 * UNIT)
+    before = dict(pool.content)
+    assert pool.gather(8) and pool.content == before
+
+
+def test_as_few_bytes_move_as_there_need_to() -> None:
+    small = BestFit([[-5, 4, -5, 3, -9, 1, -5]])
+    gather(small, [12 * UNIT], lambda: dict(small.blocks), small.move)
+    assert [text for address, text in small.content.items() if text != f"0 {address}"] == [f"0 {GAP + 26 * UNIT}"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_pools(seed: int) -> None:
+    """Whatever lies where: no content is lost, nothing that may not move has moved, and the pool never had to look for memory."""
+    draw = random.Random(seed)
+    reached = 0
+    for _ in range(20):
+        runs = [[draw.randint(1, 16) * draw.choice((1, 1, -1)) for _ in range(draw.randint(3, 40))] for _ in range(3)]
+        for run in runs:  # the pool knows no two free ranges that follow each other
+            run[1:] = [units if units > 0 or before > 0 else -units for before, units in zip(run, run[1:], strict=False)]
+            for place in range(1, len(run)):
+                if run[place] < 0 and run[place - 1] < 0:
+                    run[place] = -run[place]
+        pool = BestFit(runs)
+        free = -sum(units for run in runs for units in run if units < 0)
+        stay = [place for place in range(len(pool.blocks)) if draw.random() < 0.05]
+        pieces = sorted((max(free // 4, 1), max(free // 8, 1)), reverse=True)
+        reached += pool.gather(*pieces, stay=stay)
+    assert reached >= 16
+
+
+def test_a_layout_knows_what_was_handed_out_and_is_free_again() -> None:
+    pool = BestFit([[3, -8, 2]])
+    layout = Layout(pool.segments())
+    begin = GAP + 3 * UNIT
+    assert layout.take(begin, 2 * UNIT + 1) and not layout.take(begin, UNIT) and not layout.take(GAP * 9, UNIT)
+    assert [chunk.size_bytes // UNIT for chunk in layout.chunks] == [3, 3, 5, 2]
+    layout.free(begin)
+    layout.free(GAP)
+    assert layout.chunks[0] == Chunk(GAP, 11 * UNIT, True)
+
+
+def test_there_is_no_way_where_nothing_is_large_enough() -> None:
+    assert cheapest_way([], UNIT, {}) is None
+    assert cheapest_way(Layout(BestFit([[-2, 1]]).segments()).chunks, 4 * UNIT, {GAP + 2 * UNIT}) is None
+
+
+def events(*steps: tuple[str, int, int]) -> list[Mapping[str, Any]]:
+    return [{"action": action, "addr": address, "size": size} for action, address, size in steps]
+
+
+def test_pieces_are_those_that_are_needed_at_once_and_what_is_freed_serves_again() -> None:
+    history = events(
+        ("alloc", 1, 30),
+        ("alloc", 2, 5),  # too small to count
+        ("free_requested", 1, 30),
+        ("free_completed", 1, 30),
+        ("alloc", 3, 20),
+        ("alloc", 4, 40),
+        ("free_requested", 3, 20),
+        ("alloc", 3, 50),  # in the place of the first one, which has to be larger
+        ("segment_map", 9, 90),
+        ("free_requested", 7, 10),  # from before
+    )
+    assert pieces_of([*history, {"action": "oom", "size": 3}], 10) == (50, 40)
+    assert pieces_of([], 10) == ()

@@ -1,0 +1,128 @@
+"""[Note: Memory in pieces]: what a stage allocates is recorded once there was a retry, and blocks make way for it then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+
+import pytest
+import torch
+
+from runtime.paging import Block, State
+
+from ..memory_mover import UNIT, Bench
+
+
+class ListedPieces:
+    """`Pieces` that record what `needs` says, and list what they were asked for. movable: the last blocks that might move."""
+
+    def __init__(self, needs: Sequence[int]) -> None:
+        self.needs = needs
+        self.recordings = 0
+        self.gathered: list[Sequence[int]] = []
+        self.movable: list[int] = []
+
+    def begin_recording(self) -> bool:
+        self.recordings += 1
+        return True
+
+    def recorded(self, least_bytes: int) -> Sequence[int]:
+        return self.needs
+
+    def gather(
+        self,
+        pieces: Sequence[int],
+        movable: Callable[[], MutableMapping[int, int]],
+        install: Callable[[int, torch.UntypedStorage], None],
+    ) -> None:
+        self.gathered.append(pieces)
+        self.movable = list(movable())
+
+
+@pytest.fixture
+def bench() -> Bench:
+    bench = Bench(64 * UNIT)
+    bench.device.pieces = ListedPieces([4 * UNIT, UNIT])
+    return bench
+
+
+def stage(bench: Bench, name: str = "stage", *blocks: Block, retries: int = 0) -> list[Sequence[int]]:
+    """Run one in a region of its own. Return the pieces that it got."""
+    bench.pager.leave_region()
+    bench.pager.enter_region()
+    bench.device.pieces.gathered.clear()
+    bench.pager.acquire(blocks, 4 * UNIT, name)
+    bench.device.retries += retries
+    bench.pager.retire(blocks, [])
+    return list(bench.device.pieces.gathered)
+
+
+def test_without_a_retry_nothing_is_recorded_and_nothing_makes_way(bench: Bench) -> None:
+    for _ in range(4):
+        assert not stage(bench)
+    assert not bench.device.pieces.recordings
+
+
+def test_after_one_each_stage_is_recorded_in_its_second_run_and_gets_its_pieces(bench: Bench) -> None:
+    stage(bench, retries=1)
+    for name in ("stage", "another"):
+        stage(bench, name)
+        stage(bench, name)
+        assert stage(bench, name) == [[4 * UNIT, UNIT]]
+    assert bench.device.pieces.recordings == 2
+
+
+def test_a_stage_of_small_pieces_gets_them_once_it_had_a_retry_itself(bench: Bench) -> None:
+    bench.device.pieces.needs = [UNIT // 2]
+    stage(bench, "first", retries=1)
+    assert [stage(bench) for _ in range(4)] == [[]] * 4
+    stage(bench, retries=1)
+    assert stage(bench) == [[UNIT // 2]]
+
+
+def test_a_stage_with_larger_inputs_is_recorded_again(bench: Bench) -> None:
+    stage(bench, retries=1)
+    stage(bench)
+    stage(bench)
+    bench.device.pieces.needs = [8 * UNIT]
+    for expected in ([], [[8 * UNIT]]):
+        bench.device.pieces.gathered.clear()
+        bench.pager.acquire([], 8 * UNIT, "stage")
+        bench.pager.retire([], [])
+        assert bench.device.pieces.gathered == expected
+
+
+def test_a_run_that_failed_tells_nothing(bench: Bench) -> None:
+    stage(bench, retries=1)
+    stage(bench)
+    bench.pager.acquire([], 4 * UNIT, "stage")
+    bench.pager.acquire_again([], 4 * UNIT, "stage")
+    bench.pager.retire([], [])
+    assert bench.device.pieces.recordings == 2
+    assert stage(bench) == [[4 * UNIT, UNIT]]
+
+
+def test_blocks_move_that_nobody_else_holds_and_no_copy_uses(bench: Bench) -> None:
+    free, read, held, leaving = (bench.make(name, 2) for name in ("free", "read", "held", "leaving"))
+    stage(bench, retries=1)
+    stage(bench)
+    stage(bench)
+    bench.pager.acquire([held], 0, "tensors that user code asked for")
+    bench.pager.offload(leaving)
+    assert leaving.state is State.OFFLOADING
+    assert stage(bench, "stage", read)
+    assert bench.device.pieces.movable == [free.address, read.address]
+    bench.pager.retire([held], [])
+
+
+def test_where_it_does_not_help_everything_leaves_once_in_a_while(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.make("resting", 2)
+    emptied: list[int] = []
+    monkeypatch.setattr(bench.device, "give_back_memory", lambda: emptied.append(stages))
+    for stages in range(120):  # noqa: B007
+        stage(bench, retries=1)
+    assert 2 <= len(emptied) <= 5, "seldom"
+    assert emptied[0] >= 11 and emptied[1] - emptied[0] < emptied[-1] - emptied[-2], "and ever more seldom"
+    known = len(emptied)
+    for _ in range(180):
+        stage(bench)
+    assert len(emptied) == known, "never without retries"
