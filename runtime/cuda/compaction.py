@@ -37,36 +37,65 @@ class Pool(Protocol):
     def segments(self) -> Sequence[Mapping[str, Any]]:
         """Return its ranges of addresses with their blocks, in the form of `torch.cuda.memory_snapshot`."""
 
-    @property
-    def growth_bytes(self) -> int:
-        """So large a piece it can take from the device."""
-
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
         """Allocate memory from it."""
 
 
 def gather(
     pool: Pool,
-    pieces: Sequence[int],
+    history: Sequence[int],
     movable: Callable[[], MutableMapping[int, int]],
     move: Callable[[int, torch.UntypedStorage], None],
 ) -> None:
-    """Make free ranges for all of `pieces` (bytes, the largest first) at once, as far as that can be.
+    """Let blocks make way so that what is allocated next finds free ranges, as far as that can be.
 
-    movable: returns the bytes of the blocks that may move, by address. move: gives the block at an address other memory, with its
-    content, and frees that which it had.
+    history: what that is, in the form of `history_of`; `serve` says whether it does already. movable: returns the bytes of the
+    blocks that may move, by address. move: gives the block at an address other memory, with its content, and frees that which it
+    had.
     """
-    segments = pool.segments()
-    if _all_fit(_free_sizes(segments), pieces):
-        return
-    layout, blocks = Layout(segments), movable()
-    holders = []  # each piece that is found is held until all are
-    for size in pieces:
-        if pool.growth_bytes < size and not _make_free(pool, layout, size, blocks, move):
+    layout, blocks = Layout(pool.segments()), movable()
+    for _ in range(_ATTEMPTS):
+        if not _rehearse(pool, layout, history, blocks, move):
             return
-        holders.append(holder := pool.allocate(size))
-        if not layout.take(holder.data_ptr(), size):  # the pool has grown elsewhere
-            layout = Layout(pool.segments())
+
+
+def _rehearse(
+    pool: Pool,
+    layout: Layout,
+    history: Sequence[int],
+    blocks: MutableMapping[int, int],
+    move: Callable[[int, torch.UntypedStorage], None],
+) -> bool:
+    """Allocate and free all of it. Where there is no free range, blocks make way. Returns whether some have: then each request
+    may go elsewhere the next time."""
+    held: list[torch.UntypedStorage | None] = []
+    some = False
+    try:
+        for step in history:
+            if step < 0:
+                _let_go(layout, held, -step - 1)
+            else:
+                if not layout.fits(step):
+                    some = True
+                    if not _make_free(pool, layout, step, blocks, move):
+                        return False
+                held.append(pool.allocate(step))
+                if not layout.take(_address(held[-1]), step):
+                    return False
+    finally:
+        for number in range(len(held)):
+            _let_go(layout, held, number)
+    return some
+
+
+def _let_go(layout: Layout, held: list[torch.UntypedStorage | None], number: int) -> None:
+    if held[number] is not None:
+        layout.free(_address(held[number]))
+        held[number] = None
+
+
+def _address(storage: torch.UntypedStorage | None) -> int:
+    return 0 if storage is None else storage.data_ptr()
 
 
 def _make_free(
@@ -218,17 +247,19 @@ def _clear(
     return True
 
 
-def _free_sizes(segments: Sequence[Mapping[str, Any]]) -> list[int]:
-    return sorted(block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "inactive")
-
-
-def _all_fit(holes: list[int], sizes: Iterable[int]) -> bool:
-    """Whether all find room in `holes`, which are sorted, each in the smallest that is large enough."""
-    for size in sizes:
-        place = bisect_left(holes, size)
+def serve(segments: Sequence[Mapping[str, Any]], history: Iterable[int]) -> bool:
+    """Whether all of a history finds a free range, each the smallest that is large enough, even if what it frees joins none."""
+    holes = sorted(block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "inactive")
+    sizes: list[int] = []
+    for step in history:
+        if step < 0:
+            insort(holes, sizes[-step - 1])
+            continue
+        sizes.append(step)
+        place = bisect_left(holes, step)
         if place == len(holes):
             return False
-        _cut(holes, place, size)
+        _cut(holes, place, step)
     return True
 
 
@@ -238,25 +269,17 @@ def _cut(holes: list[int], place: int, size_bytes: int) -> None:
         insort(holes, left)
 
 
-def pieces_of(events: Iterable[Mapping[str, Any]], least_bytes: int) -> tuple[int, ...]:
-    """Return the sizes of pieces that serve a history of allocations, the largest first. Those below `least_bytes` do not count.
+def history_of(events: Iterable[Mapping[str, Any]], least_bytes: int) -> tuple[int, ...]:
+    """Return the bytes of allocations in their order, and where the nth of them was freed, -n.
 
-    events: in the form of the traces of `torch.cuda.memory._snapshot`. What is freed serves what is allocated later.
+    Those below `least_bytes` do not count. events: in the form of the traces of `torch.cuda.memory._snapshot`.
     """
-    sizes: list[int] = []
-    free: list[int] = []  # numbers of those that serve nobody
-    holding: dict[int, int] = {}
+    history: list[int] = []
+    numbers: dict[int, int] = {}  # of what is held, by address
     for event in events:
-        if event["action"] == "free_requested" and event["addr"] in holding:
-            free.append(holding.pop(event["addr"]))
-        elif event["action"] == "alloc" and (size := event["size"]) >= least_bytes:
-            fitting = [number for number in free if sizes[number] >= size]
-            if fitting or free:  # the smallest that is large enough, else the largest, which has to be larger then
-                number = min(fitting, key=sizes.__getitem__) if fitting else max(free, key=sizes.__getitem__)
-                free.remove(number)
-                sizes[number] = max(sizes[number], size)
-            else:
-                number = len(sizes)
-                sizes.append(size)
-            holding[event["addr"]] = number
-    return tuple(sorted(sizes, reverse=True))
+        if event["action"] == "free_requested" and event["addr"] in numbers:
+            history.append(-numbers.pop(event["addr"]))
+        elif event["action"] == "alloc" and event["size"] >= least_bytes:
+            numbers[event["addr"]] = 1 + sum(step > 0 for step in history)
+            history.append(event["size"])
+    return tuple(history)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 
-from runtime.cuda.compaction import gather, pieces_of
-from runtime.device import DeviceBytes
+from runtime.cuda.compaction import gather, history_of, serve
+from runtime.device import DeviceBytes, DeviceMemoryError
 
 _LONGEST_HISTORY = 100_000  # allocations and frees of one stage
 _PAGE_BYTES = 20 << 20  # the allocator takes memory in such units
+_LEFT_BYTES = 64 << 20  # for small blocks, which have pages of their own
 
 
 class AllocatorPieces:
     """`Pieces` of one GPU, and the `Pool` of its lane of computation.
 
-    compute: the stream of that lane. allocate: from its pool. room_bytes: returns by how much the allocator may grow.
+    compute: the stream of that lane. allocate: from its pool. limit_bytes: returns how much the allocator may take.
     """
 
     def __init__(
@@ -25,12 +27,12 @@ class AllocatorPieces:
         device: torch.device,
         compute: torch.cuda.Stream,
         allocate: Callable[[int], torch.UntypedStorage],
-        room_bytes: Callable[[], int],
+        limit_bytes: Callable[[], int],
     ) -> None:
         self.allocate = allocate
         self._device = device
         self._compute = compute
-        self._room_bytes = room_bytes
+        self._limit_bytes = limit_bytes
 
     # -- Pieces
 
@@ -43,11 +45,11 @@ class AllocatorPieces:
     def recorded(self, least_bytes: int) -> Sequence[int]:
         trace = torch.cuda.memory._snapshot(self._device)["device_traces"][self._device.index]
         self._record(None)
-        return pieces_of([event for event in trace if event["stream"] == self._compute.cuda_stream], least_bytes)
+        return history_of([event for event in trace if event["stream"] == self._compute.cuda_stream], least_bytes)
 
     def gather(
         self,
-        pieces: Sequence[int],
+        history: Sequence[int],
         movable: Callable[[], MutableMapping[int, int]],
         install: Callable[[int, torch.UntypedStorage], None],
     ) -> None:
@@ -56,28 +58,26 @@ class AllocatorPieces:
                 self._bytes(fresh.data_ptr(), fresh.nbytes()).copy_(self._bytes(address, fresh.nbytes()))
             install(address, fresh)
 
-        gather(self, pieces, movable, move)
+        taken = torch.cuda.memory_snapshot(include_traces=False)  # type: ignore[no-untyped-call]
+        own = [segment for segment in taken if self._is_own(segment)]
+        if serve(own, history) or not all(segment["is_expandable"] for segment in own):
+            return  # it cannot be helped where the user's settings keep ranges apart
+        room = self._limit_bytes() - sum(s["total_size"] for s in taken if s["device"] == self._device.index) - _LEFT_BYTES
+        if room >= _PAGE_BYTES:
+            # Taken piece by piece, it would lie in gaps that retries have left, and serve nothing large.
+            with contextlib.suppress(DeviceMemoryError):
+                self.allocate(room)
+        gather(self, history, movable, move)
 
     # -- Pool
 
     def segments(self) -> Sequence[Mapping[str, Any]]:
-        own = self._compute.cuda_stream
-        found = torch.cuda.memory_snapshot(include_traces=False)  # type: ignore[no-untyped-call]
-        return [
-            segment
-            for segment in found
-            if segment["stream"] == own and segment["segment_type"] == "large" and tuple(segment["segment_pool_id"]) == (0, 0)
-        ]
+        taken = torch.cuda.memory_snapshot(include_traces=False)  # type: ignore[no-untyped-call]
+        return [segment for segment in taken if self._is_own(segment)]
 
-    def other_bytes(self) -> int:
-        """Return what the allocator has taken for others than the large blocks of computation."""
-        own: int = sum(segment["total_size"] for segment in self.segments())
-        reserved: int = torch.cuda.memory_reserved(self._device)
-        return reserved - own
-
-    @property
-    def growth_bytes(self) -> int:
-        return self._room_bytes() - 2 * _PAGE_BYTES
+    def _is_own(self, segment: Mapping[str, Any]) -> bool:
+        shared = tuple(segment["segment_pool_id"]) == (0, 0)
+        return shared and segment["stream"] == self._compute.cuda_stream and segment["segment_type"] == "large"
 
     def _bytes(self, address: int, size_bytes: int) -> torch.Tensor:
         return torch.as_tensor(DeviceBytes(address, size_bytes), device=self._device)

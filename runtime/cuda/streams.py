@@ -13,8 +13,6 @@ import torch
 from runtime.cuda.pieces import AllocatorPieces
 from runtime.device import COMPUTE, INWARD, MIN_MOVED_BYTES, OUTWARD, USER, DeviceBytes, DeviceMemoryError, Event, Lane
 
-_LEFT_BYTES = 64 << 20  # for small blocks, which have pages of their own
-
 
 class CudaEvent:
     """A point in a lane of a GPU. timed: with the time of the GPU's clock."""
@@ -65,7 +63,7 @@ class CudaStreams:
         # PyTorch hands out the 32 streams of each priority in turns. The I/O threads use the other priority, so they share none.
         self._streams = {lane: torch.cuda.Stream(self.device, priority=-1) for lane in own}  # type: ignore[no-untyped-call]
         self._streams[USER] = torch.cuda.current_stream(self.device)
-        self.pieces = AllocatorPieces(self.device, self._streams[COMPUTE], self.allocate, self._growth_bytes)
+        self.pieces = AllocatorPieces(self.device, self._streams[COMPUTE], self.allocate, lambda: self.limit_bytes or 0)
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
@@ -158,14 +156,7 @@ class CudaStreams:
 
     def give_back_memory(self) -> None:
         self.synchronize()
-        others = self.pieces.other_bytes()
         torch.cuda.empty_cache()
-        if self.in_region and self.limit_bytes is not None:
-            # What is taken piece by piece lies apart, with gaps between that serve nothing. Others get what they had before.
-            free = self._growth_bytes() - max(others - self.pieces.other_bytes(), 0) - _LEFT_BYTES
-            if free > 0:
-                with contextlib.suppress(DeviceMemoryError):
-                    self.allocate(free)
 
     def external_bytes(self, known_bytes: int) -> int:
         """Return the bytes that PyTorch has allocated beyond `known_bytes`, plus `spare_bytes`."""
@@ -192,10 +183,6 @@ class CudaStreams:
     def retries(self) -> int:
         """See `Device.retries`."""
         return int(torch.cuda.memory_stats_as_nested_dict(self.device).get("num_alloc_retries", 0))
-
-    def _growth_bytes(self) -> int:
-        limit = self._total_bytes if self.limit_bytes is None else self.limit_bytes
-        return min(limit, self._total_bytes) - self.reserved_bytes
 
     def describe_pools(self) -> str:
         """Say for people how much memory is in use, and how much lies free, for stages and for all others. Takes long."""

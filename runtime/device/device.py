@@ -71,19 +71,19 @@ class Pieces(Protocol):
         """Record what is allocated and freed from now on. Returns False if that cannot be."""
 
     def recorded(self, least_bytes: int) -> Sequence[int]:
-        """End the recording. Return the bytes of pieces that serve all that was allocated, the largest first.
+        """End the recording. Return the bytes of each allocation, in their order, and where the nth of them was freed, -n.
 
         Those of less than `least_bytes` do not count.
         """
 
     def gather(
         self,
-        pieces: Sequence[int],
+        history: Sequence[int],
         movable: Callable[[], MutableMapping[int, int]],
         install: Callable[[int, torch.UntypedStorage], None],
     ) -> None:
-        """Let free memory lie in `pieces`, the largest first, as far as that can be: blocks make way, by copies that the device
-        makes in the order of computation. Never waits.
+        """Let free memory lie so that it serves a history that was recorded, as far as that can be: blocks make way, by copies
+        that the device makes in the order of computation. Never waits.
 
         movable: returns the bytes of blocks that may move, by address. install: gives the block at an address the memory of a
         storage with its content.
@@ -121,10 +121,7 @@ class Device(Protocol):
         """Raise DeviceMemoryError if the allocator has not so many bytes in one piece for the stage that runs next."""
 
     def give_back_memory(self) -> None:
-        """Let the allocator give all memory back that nobody uses, so that the rest serves in any sizes. Waits for the device.
-
-        Within a region it takes as much anew as it may, at once, so that it lies together.
-        """
+        """Let the allocator give all memory back that nobody uses, so that the rest serves in any sizes. Waits for the device."""
 
     def trim(self, spare_bytes: int) -> None:
         """Free memory that is kept for reuse, but for `spare_bytes`: so much of the budget is not in use."""

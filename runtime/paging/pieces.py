@@ -20,17 +20,16 @@ from runtime.device import MIN_MOVED_BYTES, DeviceMemoryError, Pieces
 from runtime.paging.block import ON_DEVICE, Block
 from runtime.paging.state import PagerState
 
-# Pieces of this part of the budget are made way for; with them the smaller ones of the same stage, which would be put there else.
+# For a piece of this part of the budget blocks make way, and then for the smaller ones of its stage: they could take its place.
 _LARGE_SHARE = 64
 _LOOKED_AT = 12  # so many regions after a retry, each stage is asked whether it had one: that takes as long as ten of its blocks
-_REGIONS = 12  # between two times that everything leaves, at least
-_IN_VAIN = 4  # so many retries, with no more than `_LOOKED_AT` regions between them, although blocks made way
+_IN_VAIN = 8  # after so many retries although blocks made way everything leaves; after twice as many if that has not helped
 
 
 class _Recorded(NamedTuple):
-    """The pieces that a stage has allocated, the largest first, when it was said to need `new_bytes` at most."""
+    """What a stage has allocated and freed, see `Pieces.recorded`, when it was said to need `new_bytes` at most."""
 
-    pieces: Sequence[int]
+    history: Sequence[int]
     new_bytes: int
 
 
@@ -49,18 +48,15 @@ class StagePieces:
         self._recording = False
         self._retries = self._retries_before = 0
         self._looks = 0
-        self._in_vain = 0
-        self._region = self._emptied_in = 0
-        self._patience = _REGIONS
+        self._in_vain, self._patience = 0, _IN_VAIN
 
     def region_begins(self) -> None:
         """A compiled region begins."""
         if self._device.pieces is not None and self._account.budget_bytes is not None:
             retries, before = self._device.retries, self._retries_before
             self._looks, self._retries_before = _LOOKED_AT if retries > before else max(self._looks - 1, 0), retries
-            self._region += 1
             if not self._looks:
-                self._in_vain = 0
+                self._in_vain, self._patience = 0, _IN_VAIN
 
     def stage_begins(self, what: str, new_bytes: int, held: Sequence[Block]) -> None:
         """A stage runs next, for which the budget has room. held: the blocks that it uses, which nobody else may hold.
@@ -73,8 +69,8 @@ class StagePieces:
         self.give_up()
         known = self._known.get(what)
         if known is not None and known.new_bytes >= new_bytes:
-            if self._is_large(known.pieces) or what in self._short:
-                self._make_way(pieces, what, known.pieces, held)
+            if what in self._short or max(known.history, default=0) >= (self._account.budget_bytes or 0) // _LARGE_SHARE:
+                self._make_way(pieces, what, known.history, held)
         elif what in self._seen:
             self._recording = pieces.begin_recording()
         self._seen.add(what)
@@ -92,9 +88,9 @@ class StagePieces:
         what, self._running = self._running, ""
         if not what:
             return
-        pieces = self._end_recording()
-        if pieces is not None:
-            self._known[what] = _Recorded(pieces, self._new_bytes)
+        history = self._end_recording()
+        if history is not None:
+            self._known[what] = _Recorded(history, self._new_bytes)
         if self._looks and self._device.retries > self._retries:
             self._short.add(what)
             self._in_vain += what in self._known
@@ -105,18 +101,13 @@ class StagePieces:
         self._recording = False
         return self._device.pieces.recorded(MIN_MOVED_BYTES)
 
-    def _is_large(self, sizes: Sequence[int]) -> bool:
-        return bool(sizes) and sizes[0] >= (self._account.budget_bytes or 0) // _LARGE_SHARE
-
-    def _make_way(self, pieces: Pieces, what: str, sizes: Sequence[int], held: Sequence[Block]) -> None:
-        self._gather(pieces, sizes, frozenset(held))
-        since = self._region - self._emptied_in
-        if self._in_vain >= _IN_VAIN and since >= self._patience:
-            self._patience = 2 * self._patience if since < 8 * self._patience else _REGIONS
-            self._in_vain, self._emptied_in = 0, self._region
+    def _make_way(self, pieces: Pieces, what: str, history: Sequence[int], held: Sequence[Block]) -> None:
+        self._gather(pieces, history, frozenset(held))
+        if self._in_vain >= self._patience:
+            self._in_vain, self._patience = 0, 2 * self._patience
             raise DeviceMemoryError(f"free memory lies too far apart for {what}")
 
-    def _gather(self, pieces: Pieces, sizes: Sequence[int], held: frozenset[Block]) -> None:
+    def _gather(self, pieces: Pieces, history: Sequence[int], held: frozenset[Block]) -> None:
         blocks: dict[int, Block] = {}
 
         def movable() -> dict[int, int]:
@@ -133,4 +124,4 @@ class StagePieces:
             self._mover.install(block, fresh)
             blocks[block.address] = block
 
-        pieces.gather(sizes, movable, install)
+        pieces.gather(history, movable, install)

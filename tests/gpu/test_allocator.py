@@ -136,7 +136,7 @@ def test_blocks_make_way_for_pieces_and_the_allocator_finds_them() -> None:
         assert streams.pieces.begin_recording() and not streams.pieces.begin_recording(), "another recording goes on"
         torch.empty(3 * size, dtype=torch.uint8, device=DEVICE)
         assert streams.retries == before + 1
-        assert streams.pieces.recorded(size) == (3 * size,)
+        assert streams.pieces.recorded(size) == (3 * size, -1)
 
         where = {storage.data_ptr(): number for number, storage in held.items()}
 

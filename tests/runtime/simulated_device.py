@@ -139,7 +139,7 @@ class SimulatedPieces:
 
     def gather(
         self,
-        pieces: Sequence[int],
+        history: Sequence[int],
         movable: Callable[[], MutableMapping[int, int]],
         install: Callable[[int, torch.UntypedStorage], None],
     ) -> None:

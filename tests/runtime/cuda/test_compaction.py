@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runtime.cuda.compaction import Chunk, Layout, cheapest_way, gather, pieces_of
+from runtime.cuda.compaction import Chunk, Layout, cheapest_way, gather, history_of, serve
 
 UNIT = 512
 GAP = 1000 * UNIT
@@ -33,13 +33,11 @@ class Held:
 class BestFit:
     """A pool of ranges with gaps between. It hands out the smallest free range that is large enough, at its begin.
 
-    growth_bytes: may be taken in a range of its own. retries: requests that found no free range. blocks, content: the bytes of
-    blocks and what is in them, by address.
+    retries: requests that found no free range. blocks, content: the bytes of blocks and what is in them, by address.
     """
 
-    def __init__(self, runs: Sequence[Sequence[int]], growth_bytes: int = 0) -> None:
+    def __init__(self, runs: Sequence[Sequence[int]]) -> None:
         """runs: the ranges that follow each other, in units: negative ones are free."""
-        self.growth_bytes = growth_bytes
         self.retries = 0
         self.blocks: dict[int, int] = {}
         self.content: dict[int, str] = {}
@@ -68,9 +66,6 @@ class BestFit:
         fitting = [chunk for chunk in self._chunks if chunk.free and chunk.size_bytes >= size]
         if fitting:
             chunk = min(fitting, key=lambda chunk: (chunk.size_bytes, chunk.address))
-        elif size <= self.growth_bytes:
-            self.growth_bytes -= size
-            self._chunks.append(chunk := Chunk(self._chunks[-1].end + GAP, size, True))
         else:
             self.retries += 1
             raise MemoryError
@@ -94,10 +89,12 @@ class BestFit:
         self._held[fresh.data_ptr()] = fresh
 
     def gather(self, *units: int, stay: Sequence[int] = ()) -> bool:
-        """Let blocks make way for pieces; not those at the positions `stay`. Return whether the pool has the pieces then."""
+        """Let blocks make way for pieces, not those at the positions `stay`. Return whether the pool has the pieces then."""
         addresses = sorted(self.blocks)
         staying = {addresses[position] for position in stay}
         before = sorted(self.content.values())
+        if serve(self.segments(), [unit * UNIT for unit in units]):
+            return self.has(*units)
         gather(
             self,
             [unit * UNIT for unit in units],
@@ -141,12 +138,6 @@ def test_what_may_not_move_stays_and_neighbours_of_a_gap_are_no_neighbours() -> 
     assert not BestFit([[-4, 2, -4]]).gather(8, stay=[0])
     assert not BestFit([[-4], [-4]]).gather(8)
     assert not BestFit([[-4, 6, -4]]).gather(8), "there is no place for what would have to go"
-
-
-def test_a_piece_for_which_the_pool_may_grow_moves_nothing() -> None:
-    pool = BestFit([[-4, 2, -4]], growth_bytes=8 * UNIT)
-    before = dict(pool.content)
-    assert pool.gather(8) and pool.content == before
 
 
 def test_as_few_bytes_move_as_there_need_to() -> None:
@@ -195,18 +186,30 @@ def events(*steps: tuple[str, int, int]) -> list[Mapping[str, Any]]:
     return [{"action": action, "addr": address, "size": size} for action, address, size in steps]
 
 
-def test_pieces_are_those_that_are_needed_at_once_and_what_is_freed_serves_again() -> None:
+def test_a_history_has_what_is_allocated_and_freed_in_order() -> None:
     history = events(
         ("alloc", 1, 30),
         ("alloc", 2, 5),  # too small to count
         ("free_requested", 1, 30),
         ("free_completed", 1, 30),
         ("alloc", 3, 20),
-        ("alloc", 4, 40),
+        ("alloc", 1, 40),
         ("free_requested", 3, 20),
-        ("alloc", 3, 50),  # in the place of the first one, which has to be larger
         ("segment_map", 9, 90),
+        ("free_requested", 2, 5),
         ("free_requested", 7, 10),  # from before
+        ("free_requested", 1, 40),
     )
-    assert pieces_of([*history, {"action": "oom", "size": 3}], 10) == (50, 40)
-    assert pieces_of([], 10) == ()
+    assert history_of([*history, {"action": "oom", "size": 3}], 10) == (30, -1, 20, 40, -2, -3)
+    assert history_of([], 10) == ()
+
+
+def test_smaller_pieces_that_come_first_do_not_take_the_place_of_larger_ones() -> None:
+    assert BestFit([[-5, 9, -3, 9, -2, 9]]).gather(2, 2, 5), "the second one would be put where the last one has to go"
+    pool = BestFit([[-8, 2, -4]])
+    before = dict(pool.content)
+    history = [8 * UNIT, -1, 4 * UNIT, 4 * UNIT, 4 * UNIT]
+    assert serve(pool.segments(), history), "what is freed serves again"
+    gather(pool, history, lambda: dict(pool.blocks), pool.move)
+    assert pool.content == before
+    assert not serve(pool.segments(), [*history, UNIT])

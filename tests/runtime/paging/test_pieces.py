@@ -30,11 +30,11 @@ class ListedPieces:
 
     def gather(
         self,
-        pieces: Sequence[int],
+        history: Sequence[int],
         movable: Callable[[], MutableMapping[int, int]],
         install: Callable[[int, torch.UntypedStorage], None],
     ) -> None:
-        self.gathered.append(pieces)
+        self.gathered.append(history)
         self.movable = list(movable())
 
 
@@ -118,10 +118,10 @@ def test_where_it_does_not_help_everything_leaves_once_in_a_while(bench: Bench, 
     bench.make("resting", 2)
     emptied: list[int] = []
     monkeypatch.setattr(bench.device, "give_back_memory", lambda: emptied.append(stages))
-    for stages in range(120):  # noqa: B007
+    for stages in range(600):  # noqa: B007
         stage(bench, retries=1)
-    assert 2 <= len(emptied) <= 5, "seldom"
-    assert emptied[0] >= 11 and emptied[1] - emptied[0] < emptied[-1] - emptied[-2], "and ever more seldom"
+    assert 4 <= len(emptied) <= 8, "seldom"
+    assert emptied[0] > 8 and emptied[1] - emptied[0] < emptied[-1] - emptied[-2], "and ever more seldom"
     known = len(emptied)
     for _ in range(180):
         stage(bench)
