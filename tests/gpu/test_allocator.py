@@ -117,40 +117,51 @@ def test_a_device_that_was_kept_busy_has_its_memory_back() -> None:
     assert torch.cuda.memory_allocated(DEVICE) <= before, "less, where products before it had workspaces"
 
 
-def test_blocks_make_way_for_pieces_and_the_allocator_finds_them() -> None:
-    """[Note: Memory in pieces], with the allocator that it is made for."""
+@pytest.fixture
+def expandable() -> Iterator[None]:
+    """As a run sets it."""
     torch.cuda.empty_cache()
-    streams, size, content = CudaStreams(DEVICE), 8 << 20, {}
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    yield
+    torch.cuda.empty_cache()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+def test_what_is_allocated_is_recorded_in_its_order() -> None:
+    streams, size = CudaStreams(DEVICE), 8 << 20
+    with streams.region():
+        assert streams.pieces.begin_recording() and not streams.pieces.begin_recording(), "another recording goes on"
+        kept = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+        torch.empty(3 * size, dtype=torch.uint8, device=DEVICE)
+        assert streams.pieces.recorded(size) == (size, 3 * size, -2)
+        del kept
+
+
+def test_blocks_make_way_for_pieces_and_the_allocator_finds_them(expandable: None) -> None:
+    """[Note: Memory in pieces], with the allocator that it is made for."""
+    streams, size = CudaStreams(DEVICE), 8 << 20
+    held = {number: streams.allocate(size) for number in range(15)}  # six pages of 20 MiB
     with torch.cuda.stream(streams._streams[COMPUTE]):
-        held = {n: streams.allocate(size) for n in range(12)}
         for number, storage in held.items():
-            content[number] = torch.full((size,), number + 1, dtype=torch.uint8, device=DEVICE)
-            torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(storage).copy_(content[number])
-        content.clear()
-        last = streams.allocate(size)
+            tensor_over(storage).fill_(number)
     streams.limit_bytes = streams.reserved_bytes
-    for number in range(0, 12, 2):
+    for number in range(1, 15, 2):
         del held[number]
+    where, moved = {storage.data_ptr(): number for number, storage in held.items()}, []
+
+    def install(address: int, fresh: torch.UntypedStorage) -> None:
+        moved.append(number := where.pop(address))
+        held[number], where[fresh.data_ptr()] = fresh, number
+
     with streams.region():
         before = streams.retries
-        assert streams.pieces.begin_recording() and not streams.pieces.begin_recording(), "another recording goes on"
-        torch.empty(3 * size, dtype=torch.uint8, device=DEVICE)
-        assert streams.retries == before + 1
-        assert streams.pieces.recorded(size) == (3 * size, -1)
-
-        where = {storage.data_ptr(): number for number, storage in held.items()}
-
-        def install(address: int, fresh: torch.UntypedStorage) -> None:
-            number = where.pop(address)
-            held[number], where[fresh.data_ptr()] = fresh, number
-
-        for number in range(1, 12, 4):  # the retry has taken away what was free
-            del where[held.pop(number).data_ptr()]
-        streams.pieces.gather([2 * size], lambda: dict.fromkeys(where, size), install)
-        torch.empty(2 * size, dtype=torch.uint8, device=DEVICE)
-        assert streams.retries == before + 1
-        assert all(bool((tensor_over(storage) == number + 1).all()) for number, storage in held.items())
-    del last
+        streams.pieces.gather([2 * size, 3 * size // 2], lambda: dict.fromkeys(where, size), install)
+        assert moved
+        large = [torch.empty(part, dtype=torch.uint8, device=DEVICE) for part in (2 * size, 3 * size // 2)]
+        assert streams.retries == before
+        for tensor in large:
+            tensor.fill_(255)
+    assert all(bool((tensor_over(storage) == number).all()) for number, storage in held.items())
 
 
 def tensor_over(storage: torch.UntypedStorage) -> torch.Tensor:
