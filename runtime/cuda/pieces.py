@@ -19,7 +19,8 @@ _LEFT_BYTES = 64 << 20  # for small blocks, which have pages of their own
 class AllocatorPieces:
     """`Pieces` of one GPU, and the `Pool` of its lane of computation.
 
-    compute: the stream of that lane. allocate: from its pool. limit_bytes: returns how much the allocator may take.
+    compute: the stream of that lane. allocate: from its pool. limit_bytes: returns how much the allocator may take. in_region:
+    whether what user code has queued comes before what is queued there.
     """
 
     def __init__(
@@ -28,11 +29,13 @@ class AllocatorPieces:
         compute: torch.cuda.Stream,
         allocate: Callable[[int], torch.UntypedStorage],
         limit_bytes: Callable[[], int],
+        in_region: Callable[[], bool],
     ) -> None:
         self.allocate = allocate
         self._device = device
         self._compute = compute
         self._limit_bytes = limit_bytes
+        self._in_region = in_region
 
     # -- Pieces
 
@@ -58,6 +61,8 @@ class AllocatorPieces:
                 self._bytes(fresh.data_ptr(), fresh.nbytes()).copy_(self._bytes(address, fresh.nbytes()))
             install(address, fresh)
 
+        if not self._in_region():
+            return
         taken = torch.cuda.memory_snapshot(include_traces=False)  # type: ignore[no-untyped-call]
         own = [segment for segment in taken if self._is_own(segment)]
         if serve(own, history) or not all(segment["is_expandable"] for segment in own):

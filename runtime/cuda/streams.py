@@ -63,7 +63,8 @@ class CudaStreams:
         # PyTorch hands out the 32 streams of each priority in turns. The I/O threads use the other priority, so they share none.
         self._streams = {lane: torch.cuda.Stream(self.device, priority=-1) for lane in own}  # type: ignore[no-untyped-call]
         self._streams[USER] = torch.cuda.current_stream(self.device)
-        self.pieces = AllocatorPieces(self.device, self._streams[COMPUTE], self.allocate, lambda: self.limit_bytes or 0)
+        compute = self._streams[COMPUTE]
+        self.pieces = AllocatorPieces(self.device, compute, self.allocate, lambda: self.limit_bytes or 0, lambda: self.in_region)
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:

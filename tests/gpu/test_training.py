@@ -47,7 +47,7 @@ import torch
 import teraio
 from torch import nn
 
-budget = 192 << 20
+budget = 224 << 20
 layers = [nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(6)]
 model = nn.Sequential(*layers).cuda()
 optimizer = torch.optim.AdamW(model.parameters())

@@ -83,7 +83,7 @@ class FakeCuda:
             "memory_allocated": lambda device: 0,
             "max_memory_allocated": lambda device: 0,
             "memory_reserved": lambda device: 0,
-            "memory_stats": lambda device: {"num_alloc_retries": self.retries},
+            "memory_stats_as_nested_dict": lambda device: {"num_alloc_retries": self.retries},
             "reset_peak_memory_stats": lambda device: None,
             "synchronize": lambda device=None: None,
             "mem_get_info": lambda device: (TOTAL_BYTES, TOTAL_BYTES),
@@ -92,6 +92,7 @@ class FakeCuda:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: True, raising=False)  # so that teraio records nothing
         made = CudaStreams.__init__
 
         def make(streams: CudaStreams, device: torch.device) -> None:
