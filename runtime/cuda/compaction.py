@@ -68,34 +68,25 @@ def _rehearse(
 ) -> bool:
     """Allocate and free all of it. Where there is no free range, blocks make way. Returns whether some have: then each request
     may go elsewhere the next time."""
-    held: list[torch.UntypedStorage | None] = []
-    some = False
+    held: dict[int, torch.UntypedStorage] = {}
+    count, some = 0, False
     try:
         for step in history:
             if step < 0:
-                _let_go(layout, held, -step - 1)
-            else:
-                if not layout.fits(step):
-                    some = True
-                    if not _make_free(pool, layout, step, blocks, move):
-                        return False
-                held.append(pool.allocate(step))
-                if not layout.take(_address(held[-1]), step):
+                layout.free(held.pop(-step).data_ptr())
+                continue
+            if not layout.fits(step):
+                some = True
+                if not _make_free(pool, layout, step, blocks, move):
                     return False
+            count += 1
+            held[count] = pool.allocate(step)
+            if not layout.take(held[count].data_ptr(), step):
+                return False
     finally:
-        for number in range(len(held)):
-            _let_go(layout, held, number)
+        while held:
+            layout.free(held.popitem()[1].data_ptr())
     return some
-
-
-def _let_go(layout: Layout, held: list[torch.UntypedStorage | None], number: int) -> None:
-    if held[number] is not None:
-        layout.free(_address(held[number]))
-        held[number] = None
-
-
-def _address(storage: torch.UntypedStorage | None) -> int:
-    return 0 if storage is None else storage.data_ptr()
 
 
 def _make_free(
@@ -105,14 +96,14 @@ def _make_free(
     blocks: MutableMapping[int, int],
     move: Callable[[int, torch.UntypedStorage], None],
 ) -> bool:
-    """Make one free range of `size_bytes`. Returns whether there is."""
+    """Make one free range of `size_bytes`, where there is none. Returns whether there is."""
     for _ in range(_ATTEMPTS):
-        if layout.fits(size_bytes):
-            return True
         way = cheapest_way(layout.chunks, size_bytes, blocks)
         if way is None or not _clear(pool, layout, way, blocks, move):
             return False
-    return layout.fits(size_bytes)
+        if layout.fits(size_bytes):
+            return True
+    return False
 
 
 class Layout:
@@ -276,10 +267,12 @@ def history_of(events: Iterable[Mapping[str, Any]], least_bytes: int) -> tuple[i
     """
     history: list[int] = []
     numbers: dict[int, int] = {}  # of what is held, by address
+    count = 0
     for event in events:
         if event["action"] == "free_requested" and event["addr"] in numbers:
             history.append(-numbers.pop(event["addr"]))
         elif event["action"] == "alloc" and event["size"] >= least_bytes:
-            numbers[event["addr"]] = 1 + sum(step > 0 for step in history)
+            count += 1
+            numbers[event["addr"]] = count
             history.append(event["size"])
     return tuple(history)

@@ -63,8 +63,8 @@ class AllocatorPieces:
 
         if not self._in_region():
             return
-        taken = torch.cuda.memory_snapshot(include_traces=False)  # type: ignore[no-untyped-call]
-        own = [segment for segment in taken if self._is_own(segment)]
+        taken = self._all_segments()
+        own = self._own(taken)
         if serve(own, history) or not all(segment["is_expandable"] for segment in own):
             return  # it cannot be helped where the user's settings keep ranges apart
         room = self._limit_bytes() - sum(s["total_size"] for s in taken if s["device"] == self._device.index) - _LEFT_BYTES
@@ -77,12 +77,16 @@ class AllocatorPieces:
     # -- Pool
 
     def segments(self) -> Sequence[Mapping[str, Any]]:
-        taken = torch.cuda.memory_snapshot(include_traces=False)  # type: ignore[no-untyped-call]
-        return [segment for segment in taken if self._is_own(segment)]
+        return self._own(self._all_segments())
 
-    def _is_own(self, segment: Mapping[str, Any]) -> bool:
-        shared = tuple(segment["segment_pool_id"]) == (0, 0)
-        return shared and segment["stream"] == self._compute.cuda_stream and segment["segment_type"] == "large"
+    def _all_segments(self) -> Sequence[Mapping[str, Any]]:
+        found: Sequence[Mapping[str, Any]] = torch.cuda.memory_snapshot(include_traces=False)  # type: ignore[no-untyped-call]
+        return found
+
+    def _own(self, segments: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        stream = self._compute.cuda_stream
+        large = (segment for segment in segments if segment["stream"] == stream and segment["segment_type"] == "large")
+        return [segment for segment in large if tuple(segment["segment_pool_id"]) == (0, 0)]  # no pool of the user's
 
     def _bytes(self, address: int, size_bytes: int) -> torch.Tensor:
         return torch.as_tensor(DeviceBytes(address, size_bytes), device=self._device)

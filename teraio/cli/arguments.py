@@ -129,7 +129,6 @@ def size_range(text: str) -> list[int]:
     if lowest >= highest:
         raise planner.OptionsError(f"option --device: found {text!r}, but {bounds[0]} is not less than {bounds[1]}")
     count = int(bounds[2])
-    whole = next(
-        unit for unit in (1 << 20, 10**6, 1) if not lowest % unit and not highest % unit
-    )  # so that tables show no odd ones
+    # Whole units, so that tables show no odd ones.
+    whole = next(unit for unit in (1 << 20, 10**6, 1) if not lowest % unit and not highest % unit)
     return sorted({lowest + (highest - lowest) // whole * number // (count - 1) * whole for number in range(count)})
