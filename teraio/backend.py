@@ -189,7 +189,7 @@ def _compile_for(
 
     # Taken apart, an operator is many kernels, each with a result in memory. Inductor fuses them again; without it, nothing does.
     decompositions: dict[Any, Any] | None = {} if options.codegen == "eager" else None
-    with functorch_config.patch(**_CONFIG):
+    with functorch_config.patch(**_CONFIG), run.stage_compiler.marks_tiles():
         compiled = compile_fx(gm, example_inputs, inner_compile=cast(Any, compile_graph), decompositions=decompositions)
     run.check(programs)
     return cast(Callable[..., Any], compiled)

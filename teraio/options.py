@@ -187,6 +187,13 @@ class Options(ExpertOptions):
     Results stay the same bits. A tensor that a graph takes and that your code changes between the forward and the backward pass
     then stops training with UnsupportedError, if a stage that runs again reads it. With overlap_step, nothing is recomputed."""
 
+    tiles: Literal["auto", "always", "off"] = "auto"
+    """`"auto"`: the head of a large vocabulary and its loss run for some rows at a time, where they would take more than half of
+    the budget. `"always"`: wherever they set what a graph needs, also without a budget. `"off"`: never.
+
+    Results by rows and losses stay equal up to rounding; gradients of the head are added up in another order, in 32 bits. The
+    product of the head is computed once more in the backward pass. Graphs with sizes that vary have no tiles."""
+
     optimizer: Literal["auto", "off"] = "auto"
     """`"auto"`: steps of `torch.optim` optimizers run subgroup by subgroup where that gives the same bits, and optimizer states
     can move. `"off"`: steps run unchanged and states stay on the device.

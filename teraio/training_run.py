@@ -125,6 +125,7 @@ class TrainingRun:
             policy=parts.cut_policy,
             fuses=options.codegen != "eager",
             speed_of=parts.speed_of,
+            tiles_above_bytes=_tiles_above(options, machine.budgets.device),
         )
         subgroup_bytes = parts.subgroup_bytes
         if subgroup_bytes is None and given is not None:
@@ -541,6 +542,13 @@ class TrainingRun:
                 reruns.make_anew([block])
             except UnsupportedError as error:
                 logger.warning("a backward pass that is due will fail: %s", error)
+
+
+def _tiles_above(options: Options, budget_bytes: int | None) -> int | None:
+    """Return the bytes above which a region runs in tiles; None if none does."""
+    if options.tiles == "always":
+        return 0
+    return None if options.tiles == "off" or budget_bytes is None else budget_bytes // 2
 
 
 def _peak_watch(machine: Machine) -> PeakWatch | None:

@@ -92,7 +92,13 @@ class _Capture:
         if self._phases:
             raise UnsupportedError("the step compiles models with different options; a capture has one run: give all the same")
         return TrainingRun(
-            Options(codegen=options.codegen, recompute=options.recompute, optimizer=options.optimizer, profile_iterations=1),
+            Options(
+                codegen=options.codegen,
+                recompute=options.recompute,
+                tiles=options.tiles,
+                optimizer=options.optimizer,
+                profile_iterations=1,
+            ),
             device,
             RunParts(
                 open_machine=lambda *_: ModelledMachine.of(self._device, self._description.hardware),

@@ -6,6 +6,7 @@ Before that, a graph gets what PyTorch leaves out, and fewer values cross from o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -35,8 +36,8 @@ from teraio.stages.operators import (
     is_wait,
     unwrapped,
 )
-from teraio.stages.repeatable import is_repeatable, reasons_against
-from teraio.stages.split import Subgraph, split
+from teraio.stages.split import Subgraph, is_repeatable, reasons_against, split
+from teraio.stages.tiles import marking, settle, tile
 
 
 class StageCompiler:
@@ -44,7 +45,8 @@ class StageCompiler:
 
     codegen, mode: the options of that name; `codegen` may also be a function. fuses: its stages fuse operators, and keep the
         seeds of random numbers, as Inductor's do; by default all but "eager" does. policy: default: by the device.
-    speed_of: how fast a device is, for the places of cuts.
+    speed_of: how fast a device is, for the places of cuts. tiles_above_bytes: what needs more, only because it has many rows,
+        runs in tiles; None: nothing does.
     """
 
     def __init__(
@@ -55,12 +57,14 @@ class StageCompiler:
         policy: CutPolicy | None = None,
         fuses: bool | None = None,
         speed_of: SpeedOf = speed_of,
+        tiles_above_bytes: int | None = None,
     ) -> None:
         known: dict[str, Codegen] = {"inductor": partial(inductor_codegen, mode=mode), "eager": eager_codegen}
         self._codegen = known[codegen] if isinstance(codegen, str) else codegen
         self._fuses = codegen != "eager" if fuses is None else fuses
         self._policy = policy
         self._speed_of = speed_of
+        self._tiles_above_bytes = tiles_above_bytes
         self._compiled: dict[str, tuple[StageFunction, GraphModule]] = {}
         self._graphs = 0
         self._forward_bytes = 0
@@ -70,6 +74,12 @@ class StageCompiler:
     def distinct_stages(self) -> int:
         """Number of stages that were compiled so far; equal stages count once."""
         return len(self._compiled)
+
+    def marks_tiles(self) -> AbstractContextManager[None]:
+        """Return a context in which PyTorch makes the graphs to compile: what is to run in tiles is marked in them."""
+        if self._tiles_above_bytes is None:
+            return nullcontext()
+        return marking(above_bytes=self._tiles_above_bytes, fuses=self._fuses)
 
     def compile(
         self, gm: GraphModule, *, phase: Phase, options: dict[str, Any], inputs: Sequence[tuple[str, Kind]] = ()
@@ -82,6 +92,8 @@ class StageCompiler:
         self._graphs += 1
         is_forward = phase == "forward"
         prepare(gm.graph)
+        if can_cut(gm.graph) is None:
+            tile(gm.graph)
         subgraphs = self._subgraphs(gm, floor_bytes=0 if is_forward else self._forward_bytes)
         # Compiling rewrites a subgraph: all of them are judged first.
         reasons = self._reasons(gm, subgraphs, inputs) if is_forward else [""] * len(subgraphs)
@@ -115,18 +127,16 @@ class StageCompiler:
         device, fuses = _device(gm), self._fuses
         policy = self._policy or (CutPolicy() if device.type == "cpu" else GPU_POLICY)
         stage_of = assign(gm.graph, speed=self._speed_of(device), policy=policy, floor_bytes=floor_bytes, fuses=fuses)
+        settle(gm.graph)
         return split(gm, stage_of, fuses=fuses)
 
     def _function(self, subgraph: Subgraph, options: dict[str, Any]) -> StageFunction:
-        static = set(options.get("static_input_nodes", ()))
-        positions = [i for i, node in enumerate(subgraph.inputs) if node in static]
-        key = f"{subgraph.key} {positions}"
+        key = subgraph.key
         if is_symbolic(subgraph.module.graph.nodes):
             key += f" {self._graphs}"  # guards on symbolic sizes hold for one graph only
         if key not in self._compiled:
             fake = [node.meta["val"] for node in subgraph.inputs]
-            kept = {k: v for k, v in options.items() if k != "static_input_nodes"}
-            function = self._codegen(subgraph.module, fake, {**kept, "static_input_idxs": positions})
+            function = self._codegen(subgraph.module, fake, {**options, "static_input_idxs": []})
             # The module keeps its constants alive: their identity is part of the key.
             self._compiled[key] = function, subgraph.module
         return self._compiled[key][0]

@@ -30,6 +30,7 @@ from teraio.stages.operators import (
     looks_up_seed,
     output_bytes,
     packet_name,
+    tile_of,
     uses_seed,
 )
 
@@ -172,6 +173,8 @@ def _walk(nodes: list[Node], speed: Speed, policy: CutPolicy) -> dict[Node, int]
     stage_of: dict[Node, int] = {}
     current, since_cut, layer = 0, 0.0, ""
     for index, node in enumerate(nodes):
+        if index and tile_of(node) != tile_of(nodes[index - 1]):  # equal tiles become equal stages
+            current, since_cut = current + 1, 0.0
         if node in heavy:
             here = layer_of_node[node] or layer
             # Where no module is known, one layer cannot be told from the next: such a graph may hold many.
@@ -191,7 +194,7 @@ def _take_back_views(nodes: list[Node], index: int, stage_of: dict[Node, int], s
     """Move the views and constants right before position `index` into `stage`."""
     # Else what they view crosses the cut as well.
     for node in reversed(nodes[:index]):
-        if not (is_view(node) or is_creation(node) or is_getitem(node)):
+        if not (is_view(node) or is_creation(node) or is_getitem(node)) or tile_of(node) != tile_of(nodes[index]):
             break
         stage_of[node] = stage
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from teraio.stages.kernels import StorageKey, most_at_once, never_materialised, storages_of, tensors_of
-from teraio.stages.operators import is_creation, is_getitem, is_view, is_wait, launch_of, storage_bytes
+from teraio.stages.operators import is_creation, is_getitem, is_view, is_wait, launch_of, storage_bytes, tile_of
 
 _WORTHWHILE = 1.25  # a stage is cut if it needs so many times what the graph will need afterwards
 _SLACK = 1.1  # pieces may need so many times what they could, if there are fewer of them then
@@ -32,12 +32,13 @@ def cut_finer(
     """Return the stages of a graph in order, with those in pieces that need far more memory than the others.
 
     stages: the operators of each stage, in the order of execution. far_above: how many times the need of the median stage is far
-    above it; of one or two stages none is usual. floor_bytes: to need less than this is of no use. most_stages: for the result.
-    fuses: the stages are compiled to fused kernels; otherwise each operator makes its result.
+    above it; of one or two stages none is usual, and equal tiles count once. floor_bytes: to need less than this is of no use.
+    most_stages: for the result. fuses: the stages are compiled to fused kernels; otherwise each operator makes its result.
     """
     chains = [_Chain(nodes, fuses=fuses) for nodes in stages]
     needs = [chain.need_bytes(0, len(chain.nodes)) for chain in chains]
-    usual = statistics.median(needs) if len(needs) > 2 else 1
+    different = [need for need, nodes in zip(needs, stages, strict=True) if (tile := tile_of(nodes[0])) is None or tile[1] < 1]
+    usual = statistics.median(different) if len(different) > 2 else 1
     limit = max(far_above * usual, floor_bytes)  # one that other stages or graphs need anyway is worth no cut
     pieces = {i: _Pieces(chain) for i, (chain, need) in enumerate(zip(chains, needs, strict=True)) if need > limit}
     floor = max([floor_bytes, *(pieces[i].least_bytes if i in pieces else need for i, need in enumerate(needs))])

@@ -33,6 +33,7 @@ from teraio.stages.operators import (
     storage_bytes,
     tensors_at,
     unwrapped,
+    writes_first,
 )
 
 # The node that owns a storage, and which of its results: the indices that lead to it, as results may be nested.
@@ -46,9 +47,10 @@ def storages_of(nodes: Sequence[Node]) -> dict[Node, StorageKey]:
         for source in node.all_input_nodes:
             keys.setdefault(source, (source, ()))
         first = node.all_input_nodes[0] if node.all_input_nodes else None
-        if first is None or not (is_view(node) or is_getitem(node)) or first.meta.get("val") is None:
+        shares = is_view(node) or writes_first(node)
+        if first is None or not (shares or is_getitem(node)) or first.meta.get("val") is None:
             keys[node] = (node, ())
-        elif is_view(node) or not isinstance(_at(keys[first]), (tuple, list)):
+        elif shares or not isinstance(_at(keys[first]), (tuple, list)):
             keys[node] = keys[first]
         else:
             keys[node] = (keys[first][0], (*keys[first][1], node.args[1]))

@@ -62,7 +62,8 @@ def lay_out(
     storages = storages_of(list(gm.graph.nodes))
     lasting = {storages[node] for node in (*placeholders, *returned) if node in storages}
     unmoved = [n for n in (*placeholders, *returned) if n.name not in counted]
-    resizer = Resizer(placeholders, returned, unmoved, subgraphs)
+    owners = [[storages[node][0] for node in subgraph.inputs] for subgraph in subgraphs]
+    resizer = Resizer(placeholders, returned, unmoved, subgraphs, owners)
     hints = _symbol_values(placeholders, [node.meta.get("val") for node in placeholders])
 
     def stage(number: int, compiled: CompiledStage) -> Stage:
@@ -141,14 +142,22 @@ class Resizer:
     """The bytes of a program for the sizes of one call, estimated from fake tensors. See `Resize`. Keeps the latest results.
 
     placeholders, returned: what the graph takes and returns. unmoved: what `small_bytes` counts if it is small. subgraphs: of
-    the graph's stages.
+    the graph's stages. owners: what makes the storages of their inputs, of which an input may show a part.
     """
 
-    def __init__(self, placeholders: list[Node], returned: list[Node], unmoved: list[Node], subgraphs: list[Subgraph]) -> None:
+    def __init__(
+        self,
+        placeholders: list[Node],
+        returned: list[Node],
+        unmoved: list[Node],
+        subgraphs: list[Subgraph],
+        owners: list[list[Node]],
+    ) -> None:
         self._placeholders = placeholders
         self._returned = returned
         self._unmoved = unmoved
         self._subgraphs = subgraphs
+        self._owners = owners
         self._waiting = _waiting_at(subgraphs, returned)
         self._known: dict[tuple[int, ...], Program] = {}  # the one that was used last comes last
 
@@ -179,7 +188,7 @@ class Resizer:
         """Return the byte counts of a stage, by their names in `Stage`. Missing symbols: see `known_size`."""
         subgraph = self._subgraphs[number]
         return {
-            "input_bytes": _distinct_bytes(subgraph.inputs, symbols),
+            "input_bytes": _distinct_bytes([*subgraph.inputs, *self._owners[number]], symbols),
             "output_bytes": sum(storage_bytes(tensor, symbols) for tensor in subgraph.made),
             "workspace_bytes": peak_bytes(subgraph.temporaries, symbols),
             "waiting_bytes": _small_bytes(self._waiting[number], symbols),

@@ -120,8 +120,8 @@ _CLASS_LOSSES = frozenset("_log_softmax nll_loss_forward nll_loss_backward _log_
 
 
 def has_class_loss(graph: Graph) -> bool:
-    """Return whether the graph computes a loss over classes or its gradient, also after these operators were decomposed."""
-    written = (node.meta.get("original_aten") for node in graph.nodes)
+    """Return whether the graph computes a loss over classes or its gradient for all rows, also after these were decomposed."""
+    written = (node.meta.get("original_aten") for node in graph.nodes if tile_of(node) is None)
     return any(isinstance(each, torch._ops.OpOverload) and base_name(each) in _CLASS_LOSSES for each in written)
 
 
@@ -132,9 +132,23 @@ _VIEW_NAMES = frozenset(
 _CREATION_NAMES = frozenset("full scalar_tensor iota arange zeros ones empty".split())
 
 
+def tile_of(node: Node) -> tuple[str, int] | None:
+    """Return the region and the number of the tile that `node` belongs to; None if to none: see [Note: Tiles]."""
+    found: tuple[str, int] | None = node.meta.get(TILE)
+    return found
+
+
+TILE = "teraio_tile"  # in `meta`
+
+
+def settled(value: Any, *writes: Any) -> Any:
+    """Stands in a graph for `value` once it has been written in place: see [Note: Tiles]."""
+    return value
+
+
 def is_view(node: Node) -> bool:
     """Return whether the result shares the storage of the input and costs nothing."""
-    return packet_name(node) in _VIEW_NAMES
+    return packet_name(node) in _VIEW_NAMES or node.target is settled
 
 
 def is_getitem(node: Node) -> bool:
@@ -144,7 +158,41 @@ def is_getitem(node: Node) -> bool:
 
 def is_creation(node: Node) -> bool:
     """Return whether `node` makes a constant without tensor inputs, which is cheap enough to be repeated where it is used."""
-    return packet_name(node) in _CREATION_NAMES and not node.all_input_nodes
+    return packet_name(node) in _CREATION_NAMES and not node.all_input_nodes and not is_written(node)
+
+
+def writes_first(node: Node) -> bool:
+    """Return whether the result of `node` is its first argument, written in place."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return False
+    return packet_name(node).endswith("_") and len(target._schema.returns) == 1
+
+
+def is_written(value: Node) -> bool:
+    """Return whether a graph writes `value` in place, directly or through a view.
+
+    An operator without a schema is taken to write. To be called before the graph is compiled, because that rewrites it.
+    """
+    for user in value.users:
+        target, arguments, named_arguments = unwrapped(user)
+        if not isinstance(target, torch._ops.OpOverload):
+            if user.op != "output" and not is_size(user) and not is_getitem(user) and target is not settled:
+                return True
+        elif target._schema.is_mutable:
+            named = dict(zip((a.name for a in target._schema.arguments), arguments, strict=False)) | dict(named_arguments)
+            writes = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+            if any(value in _nodes(named.get(name)) for name in writes):
+                return True
+        if (is_view(user) or is_getitem(user)) and is_written(user):
+            return True
+    return False
+
+
+def _nodes(argument: Any) -> list[Node]:
+    found: list[Node] = []
+    torch.fx.node.map_arg(argument, found.append)
+    return found
 
 
 # Random numbers. In graphs for Inductor, one operator draws the seeds of all, and others make numbers of these seeds.

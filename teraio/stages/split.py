@@ -1,10 +1,24 @@
-"""Split a graph into one subgraph for each stage that `cut.assign` found. Each knows what it makes, and which others equal it."""
+"""Split a graph into one subgraph for each stage that `cut.assign` found.
+
+Each knows what it makes, which others equal it, and whether it may run again in the backward pass, so that its results are
+recomputed instead of kept.
+
+[Note: What may run again]
+A stage may run again if that gives the same bits and changes nothing else:
+* It writes nothing in place, and reads nothing that the graph writes. A counter of batch norm has moved on by then.
+* It reads no result that user code can reach: user code may have changed it by then. What user code can change of the inputs of
+  the graph is checked when the stage runs again.
+* It draws no random numbers. Dropout of Inductor draws its seeds in a stage of its own; the stages that make numbers of these
+  seeds are exact, because the seeds are kept. Stages that run operator by operator (`codegen="eager"`) ignore the seeds.
+* All its operators belong to PyTorch. A custom operator may keep a state that nobody knows of.
+It is judged before it is compiled, because that rewrites its graph.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -15,7 +29,24 @@ from torch.fx import Graph, GraphModule, Node
 from teraio.stages.cost import is_heavy
 from teraio.stages.cut import layer_of, module_path
 from teraio.stages.kernels import StorageKey, most_at_once, never_materialised, storages_of, tensors_of
-from teraio.stages.operators import Symbols, fake_tensors, has_storage, is_getitem, is_size, is_view, storage_bytes, unwrapped
+from teraio.stages.operators import (
+    Symbols,
+    carries_random_state,
+    draws,
+    draws_seeds,
+    fake_tensors,
+    has_storage,
+    is_getitem,
+    is_size,
+    is_written,
+    packet_name,
+    storage_bytes,
+    tile_of,
+    uses_seed,
+)
+
+_PURE_NAMESPACES = frozenset(("aten", "prims"))
+_ALIGNMENT = 64  # bytes: what compilers of stages ask for at the most
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +117,7 @@ def _subgraph(gm: GraphModule, nodes: list[Node], fuses: bool) -> Subgraph:
         module=module,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        mutated=tuple(n for n in inputs if _is_written(copies[n])),
+        mutated=tuple(n for n in inputs if is_written(copies[n])),
         key=_key(module),
         path=_path(nodes),
         made=_made(graph, storages),
@@ -131,32 +162,6 @@ def peak_bytes(temporaries: Sequence[Temporary], symbols: Symbols = MappingProxy
 def workspace_bytes(graph: Graph, *, fuses: bool) -> int:
     """Return what a subgraph, not yet compiled, needs beside its inputs and outputs. fuses: as for `split`."""
     return peak_bytes(_temporaries(graph, storages_of(list(graph.nodes)), fuses))
-
-
-def _is_written(value: Node) -> bool:
-    """Return whether a subgraph writes `value` in place, directly or through a view.
-
-    An operator without a schema is taken to write. To be called before the subgraph is compiled, because that rewrites it.
-    """
-    for user in value.users:
-        target, arguments, named_arguments = unwrapped(user)
-        if not isinstance(target, torch._ops.OpOverload):
-            if user.op != "output" and not is_size(user) and not is_getitem(user):
-                return True
-        elif target._schema.is_mutable:
-            named = dict(zip((a.name for a in target._schema.arguments), arguments, strict=False)) | dict(named_arguments)
-            writes = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-            if any(value in _nodes(named.get(name)) for name in writes):
-                return True
-        if (is_view(user) or is_getitem(user)) and _is_written(user):
-            return True
-    return False
-
-
-def _nodes(argument: Any) -> list[Node]:
-    found: list[Node] = []
-    torch.fx.node.map_arg(argument, found.append)
-    return found
 
 
 def _sizes_needed(nodes: list[Node], inside: set[Node]) -> dict[Node, None]:
@@ -220,7 +225,7 @@ class _Reference:
 
 def _layout(value: Any) -> str:
     if has_storage(value):
-        return f"{value.dtype}{list(value.shape)}{list(value.stride())}+{value.storage_offset()}@{value.device}"
+        return f"{value.dtype}{list(value.shape)}{list(value.stride())}+{_misaligned(value)}@{value.device}"
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{list(value.shape)}{value.layout}@{value.device}"
     if isinstance(value, (tuple, list)):
@@ -228,8 +233,22 @@ def _layout(value: Any) -> str:
     return str(value) if isinstance(value, (int, float, torch.SymInt)) else type(value).__name__
 
 
+def _misaligned(tensor: torch.Tensor) -> Any:
+    """Return by how many bytes a tensor begins beside an aligned address: compiled code depends on no more of its offset."""
+    offset = tensor.storage_offset()
+    return offset * tensor.element_size() % _ALIGNMENT if isinstance(offset, int) else offset
+
+
 def _path(nodes: list[Node]) -> str:
-    """Return `layers.3.attn` for one module, `layers.3.{qkv,proj}` for several of a layer, `layers.0..layers.1` for more."""
+    """Return `layers.3.attn` for one module, `layers.3.{qkv,proj}` for several of a layer, `layers.0..layers.1` for more.
+
+    Tiles are numbered, from `head.tile1` on; what comes before the first one is `head.tile0`.
+    """
+    tile = tile_of(nodes[0])
+    return _path_of_modules(nodes) if tile is None else f"{_path_of_modules(nodes)}.tile{tile[1] + 1}"
+
+
+def _path_of_modules(nodes: list[Node]) -> str:
     working = [n for n in nodes if is_heavy(n)] or [n for n in nodes if module_path(n)] or nodes
     paths = list(dict.fromkeys(p for p in map(module_path, working) if p))
     if not paths:
@@ -241,3 +260,65 @@ def _path(nodes: list[Node]) -> str:
         return f"{layers[0]}..{layers[-1]}"
     inner = [p.removeprefix(layers[0]).lstrip(".") for p in paths]
     return f"{layers[0]}.{{{','.join(i or 'self' for i in inner)}}}"
+
+
+def reasons_against(
+    subgraphs: Sequence[Subgraph],
+    *,
+    visible: Collection[Node],
+    written: Collection[Node],
+    keeps_seeds: bool,
+    names: Mapping[Node, str] = MappingProxyType({}),
+) -> list[str]:
+    """Return for each stage of a forward graph why it may not run again, in plain words; "" if it may.
+
+    visible: results of the graph that user code can reach. written: inputs that PyTorch changes after the graph.
+    keeps_seeds: the compiled stages take random numbers from their seeds. names: of the graph's inputs, for people.
+    """
+    changed = _storages([*written, *(node for subgraph in subgraphs for node in subgraph.mutated)])
+    shown = _storages(visible)
+    return [_reason(subgraph, changed, shown, keeps_seeds, names) for subgraph in subgraphs]
+
+
+def _reason(subgraph: Subgraph, changed: set[int], shown: set[int], keeps_seeds: bool, names: Mapping[Node, str]) -> str:
+    if subgraph.mutated:
+        first = subgraph.mutated[0]
+        return f"it writes {names.get(first, first.name)} in place"
+    for node in subgraph.inputs:
+        if _storages([node]) & changed:
+            return f"it reads {names.get(node, node.name)}, which the graph changes"
+        if _storages([node]) & shown:
+            return f"it reads {node.name}, a result that user code can change"
+    return _reason_of_operators(subgraph, keeps_seeds)
+
+
+def is_repeatable(subgraph: Subgraph, *, keeps_seeds: bool) -> bool:
+    """Return whether a stage of any graph may run once more, right after one that failed. keeps_seeds: see `reasons_against`."""
+    return not subgraph.mutated and not _reason_of_operators(subgraph, keeps_seeds)
+
+
+def _reason_of_operators(subgraph: Subgraph, keeps_seeds: bool) -> str:
+    found = (_reason_of_operator(node, keeps_seeds) for node in subgraph.module.graph.nodes if node.op == "call_function")
+    return next(filter(None, found), "")
+
+
+def _reason_of_operator(node: Node, keeps_seeds: bool) -> str:
+    if is_size(node) or is_getitem(node):
+        return ""
+    if carries_random_state(node):
+        return "it has an operator that carries random state"
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return f"it has the operator {node.target}, which may do more than its result shows"
+    if node.target.namespace not in _PURE_NAMESPACES:
+        return f"it has the custom operator {node.target}, which may do more than its result shows"
+    if draws_seeds(node):
+        return "it draws the seeds of random numbers"
+    if uses_seed(node):
+        return "" if keeps_seeds else "it draws random numbers, and codegen='eager' keeps no seeds of them"
+    if draws(node):
+        return f"it draws random numbers ({packet_name(node)})"
+    return ""
+
+
+def _storages(nodes: Collection[Node]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for node in nodes for tensor in fake_tensors(node.meta.get("val"))}

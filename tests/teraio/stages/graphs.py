@@ -44,8 +44,15 @@ class Captured:
         return GraphModule(self.graph, twin)
 
 
-def capture(model: nn.Module, *batches: Tensor, dynamic: bool | None = False, loss: bool = True) -> list[Captured]:
-    """Run `model` on the batches under torch.compile (forward and backward of the sum) and keep its graphs."""
+def capture(
+    model: nn.Module,
+    *batches: Tensor,
+    dynamic: bool | None = False,
+    loss: bool = True,
+    decompositions: dict[Any, Any] | None = None,
+) -> list[Captured]:
+    """Run `model` on the batches under torch.compile (forward and backward of the sum, or of its first result) and keep its
+    graphs."""
     torch._dynamo.reset()
     captured: list[Captured] = []
 
@@ -66,13 +73,13 @@ def capture(model: nn.Module, *batches: Tensor, dynamic: bool | None = False, lo
         return run
 
     def backend(graph: GraphModule, inputs: Sequence[Any]) -> Any:
-        return compile_fx(graph, inputs, inner_compile=keep)
+        return compile_fx(graph, inputs, inner_compile=keep, decompositions=decompositions)
 
     compiled = torch.compile(model, backend=backend, dynamic=dynamic)
     for batch in batches:
         result = compiled(batch)
         if loss:
-            result.sum().backward()
+            (result[0] if isinstance(result, tuple) else result).sum().backward()
     torch._dynamo.reset()
     return captured
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from runtime.execution import run_plain
-from teraio.stages import CutPolicy, StageCompiler, cost, cut, operators, repeatable, split
+from teraio.stages import CutPolicy, StageCompiler, cost, cut, operators, split
 from teraio.stages import compile as compiling
 
 from .graphs import (
@@ -91,7 +91,7 @@ def test_writes_through_views_are_seen_before_compilation() -> None:
     buffer, value = graph.placeholder("buffer"), graph.placeholder("value")
     view = graph.call_function(torch.ops.aten.slice.Tensor, (buffer, 1, 0, 4))
     graph.call_function(torch.ops.aten.copy_.default, (view, value))
-    assert split._is_written(buffer) and not split._is_written(value)
+    assert operators.is_written(buffer) and not operators.is_written(value)
 
 
 def test_paths_tell_where_pieces_come_from() -> None:
@@ -236,7 +236,7 @@ class Counting(nn.Module):
 
 
 def reasons(graph: GraphModule, *, keeps_seeds: bool = False) -> list[str]:
-    return repeatable.reasons_against(pieces_of(graph), visible=(), written=(), keeps_seeds=keeps_seeds)
+    return split.reasons_against(pieces_of(graph), visible=(), written=(), keeps_seeds=keeps_seeds)
 
 
 def reasons_of(model: nn.Module, **settings: bool) -> list[str]:
@@ -300,7 +300,7 @@ def test_inputs_are_named_as_the_user_knows_them() -> None:
 def test_what_reads_what_others_change_may_not() -> None:
     pieces = pieces_of(transformer(3)[0].fresh())
     shown, changed = pieces[2].inputs[-1], pieces[3].inputs[0]
-    found = repeatable.reasons_against(pieces, visible=[shown], written=[changed], keeps_seeds=True)
+    found = split.reasons_against(pieces, visible=[shown], written=[changed], keeps_seeds=True)
     assert found[2] == f"it reads {shown.name}, a result that user code can change"
     assert found[3] == f"it reads {changed.name}, which the graph changes"
 

@@ -1,0 +1,283 @@
+"""Which operators can work on a part of the rows at a time, and how.
+
+The rows of a tensor are what a model treats alike, such as the tokens of a batch: one dimension, or several neighbouring ones
+whose sizes multiply to the number of rows. A rule tells, for one kind of operators, where the rows have to lie in what an
+operator takes if they lie at a given place in its result, and how it is called for a part of them. Rules follow from what
+operators mean, never from sizes that happen to be equal. An operator without a rule works on all rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch.fx import Node
+
+from teraio.stages.operators import draws, has_storage, packet_name
+
+ROWS = object()
+"""Stands in the arguments of a part for its number of rows."""
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where the rows lie in a tensor: in `count` dimensions from `first` on. In a part of them, they are one dimension."""
+
+    first: int
+    count: int = 1
+
+    def __contains__(self, dim: int) -> bool:
+        return self.first <= dim < self.first + self.count
+
+    def merged(self, dim: int) -> int:
+        """Return the number that dimension `dim`, which is none of theirs, has in a part."""
+        return dim if dim < self.first else dim - self.count + 1
+
+    def sizes(self, shape: Sequence[int], rows: Any) -> list[Any]:
+        """Return the shape of a part with `rows` rows."""
+        return [*shape[: self.first], rows, *shape[self.first + self.count :]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """How an operator computes a part of its rows, or what a part of them adds to a sum over all.
+
+    inputs: where the rows lie in the tensors that it takes; the others it takes whole. target, args, kwargs: the call.
+    """
+
+    inputs: Mapping[Node, Rows]
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+# Takes an operator, where the rows lie in its result (None: it sums over them), their number, and where they are known to lie.
+_Rule = Callable[[Node, Rows | None, int, Mapping[Node, Rows]], Part | None]
+
+
+def shape_of(node: Node) -> tuple[int, ...] | None:
+    """Return the shape of what `node` returns; None if that is no tensor, or one with symbolic sizes."""
+    value = node.meta.get("val")
+    if not has_storage(value) or not all(isinstance(size, int) for size in value.shape):
+        return None
+    return tuple(value.shape)
+
+
+def places(shape: Sequence[int], rows: int) -> Iterator[Rows]:
+    """Yield where `rows` rows can lie in a tensor of this shape, by the number of their dimensions."""
+    for count in range(1, len(shape) + 1):
+        for first in range(len(shape) - count + 1):
+            if math.prod(shape[first : first + count]) == rows:
+                yield Rows(first, count)
+
+
+def part_of(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+    """Return how `node` computes a part of its rows; None if no rule says that it can.
+
+    out: where the rows lie in its result; None: it sums over them. known: where they lie in other values; the part agrees.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or draws(node):
+        return None
+    if packet_name(node) != "nll_loss_forward" and shape_of(node) is None:
+        return None
+    pointwise = torch.Tag.pointwise in target.tags or packet_name(node) in _POINTWISE
+    rule = _pointwise if pointwise else _RULES.get(packet_name(node))
+    part = rule(node, out, rows, known) if rule is not None else None
+    if part is None or any(part.inputs.get(each) != known[each] for each in node.all_input_nodes if each in known):
+        return None
+    return part if all(there in places(shape_of(source) or (), rows) for source, there in part.inputs.items()) else None
+
+
+# Each element from those at the same place; what is of size 1 there stands for all.
+_POINTWISE = frozenset("_to_copy clone detach alias zeros_like ones_like full_like convert_element_type".split())
+
+
+def _pointwise(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+    inputs = _aligned(node, out) if out is not None else None
+    return None if inputs is None else Part(inputs, node.target, node.args, node.kwargs)
+
+
+def _aligned(node: Node, out: Rows) -> dict[Node, Rows] | None:
+    """Return where the rows lie in what `node` takes, by the rules of broadcasting; None if they cannot be told apart."""
+    shape = cast(tuple[int, ...], shape_of(node))
+    inputs: dict[Node, Rows] = {}
+    for source in node.all_input_nodes:
+        own = shape_of(source)
+        if own is None:
+            return None
+        begin = out.first - (len(shape) - len(own))
+        there = own[max(begin, 0) : max(begin + out.count, 0)]
+        if there and there == shape[out.first : out.first + out.count]:
+            inputs[source] = Rows(begin, out.count)
+        elif there not in ((), (1,)):
+            return None
+    return inputs
+
+
+def _argument(node: Node, name: str) -> tuple[Any, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """Return an argument of `node`, and a function that returns all of them with another value of this one."""
+    arguments = cast(torch._ops.OpOverload, node.target)._schema.arguments
+    position = next((i for i, each in enumerate(arguments) if each.name == name), None)
+    if position is None:
+        return None, lambda _: (node.args, dict(node.kwargs))
+    if position < len(node.args):
+        return node.args[position], lambda new: ((*node.args[:position], new, *node.args[position + 1 :]), dict(node.kwargs))
+    given = node.kwargs.get(name, arguments[position].default_value)
+    return given, lambda new: (node.args, {**node.kwargs, name: new})
+
+
+def _along(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+    """Work along one dimension, in which sizes may differ: softmax, its gradient, gather, scatter, slices."""
+    dim, with_dim = _argument(node, "dim")
+    shape = cast(tuple[int, ...], shape_of(node))
+    if out is None or not isinstance(dim, int) or dim % len(shape) in out:
+        return None
+    for source in node.all_input_nodes:
+        own = shape_of(source)
+        if own is None or len(own) != len(shape) or any(own[d] != shape[d] for d in range(len(shape)) if d in out):
+            return None
+    args, kwargs = with_dim(out.merged(dim % len(shape)))
+    return Part(dict.fromkeys(node.all_input_nodes, out), node.target, args, kwargs)
+
+
+def _padded(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+    (source, pad, *_), shape = node.args, shape_of(node)
+    if out is None or shape is None or len(shape) - len(cast(list[int], pad)) // 2 < out.first + out.count:
+        return None
+    return Part({cast(Node, source): out}, node.target, node.args, node.kwargs)
+
+
+def _reduced(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+    """Reduce some dimensions: the rows are none of them, or are summed over."""
+    source = cast(Node, node.args[0])
+    shape = shape_of(source)
+    if shape is None:
+        return None
+    given, with_dims = _argument(node, "dim")
+    listed = [given] if isinstance(given, int) else given or range(len(shape))
+    dims = {dim % len(shape) for dim in listed} if shape else set()
+    keeps = bool(_argument(node, "keepdim")[0])
+    if out is None:
+        where = known.get(source)
+        if where is None or packet_name(node) != "sum" or not dims.issuperset(range(where.first, where.first + where.count)):
+            return None
+        reduced = sorted({where.first if dim in where else where.merged(dim) for dim in dims})
+    else:
+        left = [dim for dim in range(len(shape)) if keeps or dim not in dims]
+        there = left[out.first : out.first + out.count]
+        if there != list(range(there[0], there[0] + out.count)) or dims & set(there):
+            return None
+        where = Rows(there[0], out.count)
+        reduced = sorted(where.merged(dim) for dim in dims)
+    args, kwargs = with_dims(reduced[0] if isinstance(given, int) else reduced)
+    return Part({source: where}, node.target, args, kwargs)
+
+
+def _reshaped(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+    """Divide the same elements into other dimensions; the rows stay together."""
+    source = cast(Node, node.args[0])
+    own, shape = shape_of(source), cast(tuple[int, ...], shape_of(node))
+    if out is None or own is None or source.meta["val"].dtype != node.meta["val"].dtype:  # a view as another type
+        return None
+    before, after = math.prod(shape[: out.first]), math.prod(shape[out.first + out.count :])
+    possible = [
+        where
+        for where in places(own, rows)
+        if math.prod(own[: where.first]) == before and math.prod(own[where.first + where.count :]) == after
+    ]
+    where = known[source] if known.get(source) in possible else next(iter(possible), None)
+    return None if where is None else Part({source: where}, aten.view.default, (source, out.sizes(shape, ROWS)))
+
+
+def _permuted(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+    source = cast(Node, node.args[0])
+    dims = list(range(len(cast(tuple[int, ...], shape_of(node)))))
+    if packet_name(node) == "permute":
+        order = [dim % len(dims) for dim in cast(list[int], node.args[1])]
+    else:
+        one, other = cast(tuple[int, int], node.args[1:]) if len(node.args) > 1 else (0, len(dims) - 1)
+        dims[one], dims[other] = dims[other], dims[one]
+        order = dims
+    there = order[out.first : out.first + out.count] if out is not None else []
+    if out is None or there != list(range(there[0], there[0] + out.count)):
+        return None
+    where = Rows(there[0], out.count)
+    merged = [where.first if dim in where else where.merged(dim) for dim in order if dim not in where or dim == where.first]
+    return Part({source: where}, aten.permute.default, (source, merged))
+
+
+def _expanded(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+    inputs = _aligned(node, out) if out is not None else None
+    if inputs is None or out is None:
+        return None
+    return Part(inputs, node.target, (node.args[0], out.sizes(cast(tuple[int, ...], shape_of(node)), ROWS)), node.kwargs)
+
+
+def _filled(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+    if out is None or node.all_input_nodes:
+        return None
+    sizes = out.sizes(cast(tuple[int, ...], shape_of(node)), ROWS)
+    return Part({}, node.target, (sizes, *node.args[1:]), node.kwargs)
+
+
+def _product(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+    """Multiply matrices, of which one has the rows; both have them where the product sums over them."""
+    left, right = cast(Sequence[Node], node.args[-2:])
+    if out is None:
+        inputs = {left: Rows(1), right: Rows(0)}
+        return Part(inputs, node.target, node.args, node.kwargs) if packet_name(node) == "mm" and left is not right else None
+    inputs = {left if out == Rows(0) else right: out}
+    if (
+        left is right
+        or out.count > 1
+        or (packet_name(node) == "addmm" and (out != Rows(0) or not _is_row(cast(Node, node.args[0]))))
+    ):
+        return None
+    return Part(inputs, node.target, node.args, node.kwargs)
+
+
+def _is_row(node: Node) -> bool:
+    """Return whether a tensor is the same for all rows of a matrix."""
+    shape = shape_of(node)
+    return shape is not None and (len(shape) == 1 or shape[0] == 1)
+
+
+NO_REDUCTION, MEAN, SUM = range(3)  # of a loss, as PyTorch numbers them
+
+
+def _class_loss(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+    """Sum the losses of all rows, and their weights."""
+    scores, target, weight, reduction, *ignored = node.args
+    if out is not None or reduction == NO_REDUCTION or len(shape_of(cast(Node, scores)) or ()) != 2:
+        return None
+    inputs = {cast(Node, scores): Rows(0), cast(Node, target): Rows(0)}
+    return Part(inputs, node.target, (scores, target, weight, SUM, *ignored))
+
+
+def _class_loss_gradient(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+    gradient, scores, target = cast(Sequence[Node], node.args[:3])
+    if out != Rows(0) or len(shape_of(scores) or ()) != 2:
+        return None
+    inputs = {scores: out, target: out} | ({gradient: out} if node.args[4] == NO_REDUCTION else {})
+    return Part(inputs, node.target, node.args, node.kwargs)
+
+
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys("_log_softmax _softmax _log_softmax_backward_data _softmax_backward_data".split(), _along),
+    **dict.fromkeys("gather scatter scatter_add slice slice_scatter cumsum".split(), _along),
+    **dict.fromkeys("sum mean amax amin logsumexp any all argmax argmin prod".split(), _reduced),
+    **dict.fromkeys("view _unsafe_view reshape unsqueeze squeeze".split(), _reshaped),
+    **dict.fromkeys("permute t transpose".split(), _permuted),
+    **dict.fromkeys("full zeros ones empty".split(), _filled),
+    **dict.fromkeys("mm addmm".split(), _product),
+    "constant_pad_nd": _padded,
+    "expand": _expanded,
+    "nll_loss_forward": _class_loss,
+    "nll_loss_backward": _class_loss_gradient,
+}

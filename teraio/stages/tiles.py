@@ -1,0 +1,405 @@
+"""Run what is large in a graph only because it has many rows, as the loss over a vocabulary, in tiles: some rows at a time.
+
+[Note: Tiles]
+A stage is never less than one operator, so the scores of a large vocabulary would set the smallest budget alone. Where they
+dominate a graph, the operators around them run in tiles of their rows, each tile in stages of its own:
+* `mark` decides, on the joint graph of the forward and the backward pass. What is large there is not saved for the backward pass:
+  the backward graph computes it again, from the product that begins the region. This is marked with the number of tiles.
+* `tile` rewrites each of the two graphs by itself. A region is what is large, what takes it, and what lies between. For each tile
+  its operators are repeated for the rows of this tile (`rows.py`). Results by rows are written into memory that is made once.
+  Sums over rows, such as the gradient of the weight, are added up in place, in 32 bits where they have fewer.
+* All tiles but the last, which may be shorter, are equal stages, and are compiled once: slices of what a tile takes are made
+  before the first one.
+Results by rows are those of the same operators for fewer rows. Sums are added up in another order than without tiles.
+What no rule knows ends a region: its operators run for all rows, as they do without tiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from teraio.stages.operators import TILE, is_getitem, output_bytes, packet_name, settled
+from teraio.stages.rows import MEAN, ROWS, Part, Rows, part_of, places, shape_of
+
+_log = logging.getLogger("teraio")
+
+_NOWHERE = Rows(-1)
+_TILES = "teraio_tiles"  # of a product that begins a region, in `meta`: the number of tiles
+
+_LEAST_ROWS = 256  # of a tile: with fewer, matrix products become slow
+_MOST_TILES = 32
+_MULTIPLE = 64  # of the rows of a tile: so that slices are aligned
+_DOMINATES = 2  # times as large as any other value of the graph
+_MOST_PARTS = 8  # of a sum of products: its temporaries are so much smaller
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+@contextlib.contextmanager
+def marking(*, above_bytes: int, fuses: bool) -> Iterator[None]:
+    """Have PyTorch `mark` each graph that it makes meanwhile, after the passes of the user."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    given = config.joint_custom_post_pass
+    before = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+
+    class Marking(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            for each in before:
+                each(graph)
+            mark(graph, above_bytes=above_bytes, fuses=fuses)
+
+        def uuid(self) -> Any:  # part of the keys of Inductor's cache
+            known = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in before]
+            return None if None in known else ["teraio tiles", *known]
+
+    with config.patch(joint_custom_post_pass=Marking()):
+        yield
+
+
+def mark(graph: Graph, *, above_bytes: int, fuses: bool) -> None:
+    """Mark the regions of a joint graph, or of one without a backward pass, that are to run in tiles.
+
+    above_bytes: regions that need less stay whole. fuses: operators are fused, so that few of their results are in memory.
+    """
+    forward = _forward(graph)
+    products = sorted((node for node in forward if packet_name(node) in ("mm", "addmm")), key=_elements, reverse=True)
+    regions: list[_Region] = []
+    for product in products:
+        if regions and 2 * _elements(product) < _elements(regions[0].product):
+            break
+        if not any(product in each.members for each in regions) and (region := _region(product, forward)) is not None:
+            regions.append(region)
+    inside = {node for region in regions for node in region.members}
+    others = max((_elements(node) for node in forward if node not in inside), default=0)
+    identity = 1 + max((node.meta.get("ac_graph_id", 0) for node in graph.nodes), default=0)
+    for region in regions:
+        tiles = region.tiles(above_bytes=above_bytes, fuses=fuses)
+        if tiles < 2 or _elements(region.product) < _DOMINATES * others:
+            continue
+        region.product.meta[_TILES] = tiles
+        for node in region.large:
+            if "recompute" not in node.meta:  # the user's own checkpoints hold
+                node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=identity)
+
+
+def tile(graph: Graph) -> None:
+    """Have what is marked in a forward or a backward graph run in tiles. Changes `graph`."""
+    for product in [node for node in graph.nodes if _TILES in node.meta]:
+        region = _region(product, dict.fromkeys(node for node in graph.nodes if node.op == "call_function"))
+        rows, columns = product.meta["val"].shape
+        if region is None:
+            _log.warning("a product of %s x %s stays whole: no rule says how what follows is computed by rows", rows, columns)
+            continue
+        _Tiling(region, product.meta[_TILES]).write()
+        graph.eliminate_dead_code()
+
+
+def settle(graph: Graph) -> None:
+    """Let what waits for writes take the written values themselves: their order is that of the stages by now. Changes `graph`."""
+    for node in graph.find_nodes(op="call_function", target=settled):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+
+
+def _forward(graph: Graph) -> dict[Node, None]:
+    """Return the operators of the forward pass, in order: what those results of a joint graph need that need no gradient."""
+    backward: set[Node] = set()
+    for node in graph.nodes:
+        if (node.op == "placeholder" and "tangents" in node.name) or any(each in backward for each in node.all_input_nodes):
+            backward.add(node)
+    needed = {node for node in graph.output_node().all_input_nodes if node not in backward}
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return dict.fromkeys(node for node in graph.nodes if node in needed and node.op == "call_function")
+
+
+def _elements(node: Node) -> int:
+    """Return how many numbers are in memory for what `node` returns."""
+    if shape_of(node) is None:
+        return 0
+    value: torch.Tensor = node.meta["val"]
+    return math.prod(size for size, stride in zip(value.shape, value.stride(), strict=True) if stride)
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """Operators that can run for a part of the rows. product: the one that it begins with: of large values, the first.
+
+    members: in the order of the graph, how each computes a part; None for what takes one of several results.
+    where: where the rows lie in their results; the other members are sums over rows.
+    """
+
+    product: Node
+    rows: int
+    members: Mapping[Node, Part | None]
+    where: Mapping[Node, Rows]
+
+    @property
+    def exits(self) -> list[Node]:
+        """Those whose results others take."""
+        return [node for node in self.members if any(user not in self.members for user in node.users)]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its members agree where the rows lie, none needs a sum over all, and its results have a usual layout."""
+        agree = all(
+            source not in self.members or part.inputs.get(source, _NOWHERE) == self.where.get(source)
+            for node, part in self.members.items()
+            if part is not None
+            for source in node.all_input_nodes
+        )
+        return agree and all(isinstance(v := node.meta.get("val"), torch.Tensor) and v.is_contiguous() for node in self.exits)
+
+    @property
+    def large(self) -> list[Node]:
+        """Those whose results are large because they have all rows."""
+        return [node for node in self.members if node in self.where and 2 * _elements(node) >= _elements(self.product)]
+
+    def tiles(self, *, above_bytes: int, fuses: bool) -> int:
+        """Return into how many tiles it is divided: so many that what follows the number of rows is no longer what counts.
+
+        1 if that is so without tiles, or if all of it needs no more than `above_bytes`.
+        """
+        left, right = cast(Sequence[Node], self.product.args[-2:])
+        largest = output_bytes(self.product) if fuses else max(map(output_bytes, self.large))
+        sums = 4 * _elements(right) if right.meta["val"].dtype.itemsize < 4 else output_bytes(right)  # the weight's gradient
+        stays = output_bytes(right) + sums + 2 * output_bytes(left)
+        if 2 * largest + stays <= above_bytes:
+            return 1
+        wanted = 1 << max(0, math.ceil(math.log2(2 * largest / stays)))
+        return min(wanted, _MOST_TILES, self.rows // _LEAST_ROWS)
+
+
+def _region(product: Node, inside: Collection[Node]) -> _Region | None:
+    """Return the region that begins with `product`, among the operators `inside`; None if it cannot be divided by rows."""
+    shape = shape_of(product)
+    if shape is None:
+        return None
+    least = math.prod(shape) // 2
+    spread = _Spread(shape[0])
+    for node in inside:
+        if node is product or any(source in spread.where for source in node.all_input_nodes):
+            spread.reaches(node)
+    members = {node for node in spread.where if _elements(node) >= least}
+    count = 0
+    while count != len(members):
+        count = len(members)
+        for node in list(members):
+            if _elements(node) >= least and node in spread.where:
+                members.update(user for user in node.users if user in inside and spread.reaches(user))
+            for source in spread.large_sources(node, least):  # that others make, such as masks
+                members.add(source)
+        members |= _between(members, inside)
+        members |= {user for node in members if node not in spread.where for user in node.users if is_getitem(user)}
+        if not all(is_getitem(node) or spread.reaches(node) for node in members):
+            return None  # what the tiles need is known only when all of them have run
+    ordered = {node: spread.parts.get(node) for node in product.graph.nodes if node in members}
+    region = _Region(product, shape[0], ordered, spread.where)
+    return region if region.is_whole else None
+
+
+class _Spread:
+    """Where some rows lie in the values of a graph, as far as that is known by now, and how operators compute a part of them.
+
+    where: lacks sums over rows, which have a part.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self.where: dict[Node, Rows] = {}
+        self.parts: dict[Node, Part] = {}
+
+    def reaches(self, node: Node) -> bool:
+        """Return whether `node` can compute a part of the rows, or of a sum over them, by what is known."""
+        shape = shape_of(node)
+        possible = () if shape is None else places(shape, self._rows)
+        return node in self.parts or any(self._lie(node, out) for out in (*possible, None))
+
+    def _lie(self, node: Node, out: Rows | None) -> bool:
+        part = part_of(node, out, self._rows, self.where)
+        if part is None:
+            return False
+        self.parts[node] = part
+        if out is not None:
+            self.where[node] = out
+        return True
+
+    def large_sources(self, node: Node, least: int) -> list[Node]:
+        """Return those operators with so many elements that `node` takes by rows, and that can compute a part of these."""
+        inputs = self.parts[node].inputs if node in self.parts else {}
+        return [
+            source
+            for source, there in inputs.items()
+            if source.op == "call_function"
+            and _elements(source) >= least
+            and (self.where.get(source) == there if source in self.parts else self._lie(source, there))
+        ]
+
+
+def _between(members: Collection[Node], inside: Collection[Node]) -> set[Node]:
+    """Return the operators on a way from one of the members to another."""
+    below, above = set(members), set(members)
+    for node in inside:
+        if any(source in below for source in node.all_input_nodes):
+            below.add(node)
+    for node in reversed(list(inside)):
+        if any(user in above for user in node.users):
+            above.add(node)
+    return below & above
+
+
+_OWN_META = frozenset(("val", "tensor_meta", "recompute", "ac_graph_id", _TILES))
+
+
+class _Tiling:
+    """Writes a region in tiles into its graph, behind its operators, and has others take the results."""
+
+    def __init__(self, region: _Region, tiles: int) -> None:
+        self._region = region
+        self._graph = region.product.graph
+        rows = -(-region.rows // (tiles * _MULTIPLE)) * _MULTIPLE
+        self._borders = [(begin, min(begin + rows, region.rows)) for begin in range(0, region.rows, rows)]
+        self._mode = detect_fake_mode([region.product.meta["val"]])
+        self._cursor = list(region.members)[-1]
+        self._tile: int | None = None
+        self._slices: dict[tuple[Node, Rows], list[Node]] = {}
+        self._memory: dict[Node, Node] = {}
+        self._writes: dict[Node, list[Node]] = {}
+
+    def write(self) -> None:
+        """Write what comes before the tiles, the tiles, and what comes after them."""
+        self._move_what_follows()
+        members, where = self._region.members, self._region.where
+        self._tile = -1
+        for part in members.values():
+            for source, there in part.inputs.items() if part is not None else ():
+                if source not in members and (source, there) not in self._slices:
+                    self._slices[source, there] = self._sliced(source, there, source)
+        targets: dict[Node, list[Node]] = {}
+        for node in members:
+            if packet_name(node) == "nll_loss_forward":
+                self._make_room(node, node.meta["val"][1])
+        for node in self._region.exits:
+            self._make_room(node, node.meta["val"])
+            if node in where:
+                targets[node] = self._sliced(self._memory[node], Rows(where[node].first), node)
+        for number in range(len(self._borders)):
+            self._tile = number
+            self._write_tile(number, targets)
+        self._tile = None
+        for node in self._region.exits:
+            node.replace_all_uses_with(self._result(node), delete_user_cb=lambda user: user not in members)
+
+    def _move_what_follows(self) -> None:
+        """Move what needs a result of the region, and is between its operators, behind them."""
+        below, following = set(self._region.members), list[Node]()
+        for node in itertools.takewhile(lambda node: node is not self._cursor, self._graph.nodes):
+            if node not in below and any(source in below for source in node.all_input_nodes):
+                below.add(node)
+                following.append(node)
+        for node in reversed(following):
+            self._cursor.append(node)
+
+    def _sliced(self, value: Node, there: Rows, like: Node) -> list[Node]:
+        """Return the rows of each tile of a value."""
+        if there.count > 1:
+            shape = cast(tuple[int, ...], shape_of(value))
+            value = self._put(aten.reshape.default, (value, there.sizes(shape, self._region.rows)), like)
+        return [self._put(aten.slice.Tensor, (value, there.first, begin, end), like) for begin, end in self._borders]
+
+    def _make_room(self, node: Node, value: torch.Tensor) -> None:
+        """Make memory for a result: with the rows in one dimension, or for a sum, with 32 bits at least."""
+        there = self._region.where.get(node)
+        shape = list(value.shape) if there is None else there.sizes(value.shape, self._region.rows)
+        short = there is None and value.dtype.is_floating_point and value.dtype.itemsize < 4
+        settings = {"dtype": torch.float32 if short else value.dtype, "device": value.device, "pin_memory": False}
+        self._memory[node], self._writes[node] = self._put(aten.full.default, (shape, 0), node, settings), []
+
+    def _write_tile(self, number: int, targets: Mapping[Node, Sequence[Node]]) -> None:
+        local: dict[Node, Node] = {}
+        for node, part in self._region.members.items():
+            if part is None:
+                local[node] = self._put(operator.getitem, (local[cast(Node, node.args[0])], node.args[1]), node)
+            elif node in self._memory and packet_name(node) == "mm" and node not in targets:
+                self._add_products(node, self._arguments(part.args, part, local, number))
+                continue
+            else:
+                args = self._arguments(part.args, part, local, number)
+                local[node] = self._put(part.target, args, node, self._arguments(part.kwargs, part, local, number))
+            if node in targets:
+                self._writes[node].append(self._put(aten.copy_.default, (targets[node][number], local[node]), node))
+            elif packet_name(node) == "nll_loss_forward":
+                self._add(node, self._memory[node], self._put(operator.getitem, (local[node], 1), node))
+            elif node in self._memory:
+                self._add(node, self._memory[node], local[node])
+
+    def _arguments(self, given: Any, part: Part, local: Mapping[Node, Node], number: int) -> Any:
+        begin, end = self._borders[number]
+
+        def of_tile(leaf: Any) -> Any:
+            if leaf is ROWS:
+                return end - begin
+            if not isinstance(leaf, Node):
+                return leaf
+            there = part.inputs.get(leaf)
+            return local[leaf] if leaf in local else leaf if there is None else self._slices[leaf, there][number]
+
+        return torch.fx.node.map_aggregate(given, of_tile)
+
+    def _add_products(self, node: Node, arguments: tuple[Node, Node]) -> None:
+        """Add a product to a sum of such, in parts, so that their temporaries take no more than what is large in the tile."""
+        left, right = arguments
+        rows, columns = cast(tuple[int, int], shape_of(node))
+        begin, end = self._borders[0]
+        tile_elements = _elements(self._region.product) // self._region.rows * (end - begin)
+        parts = min(_MOST_PARTS, -(-rows * columns // tile_elements))
+        step = -(-rows // (parts * _MULTIPLE)) * _MULTIPLE
+        for first in range(0, rows, step):
+            some = self._put(aten.slice.Tensor, (left, 0, first, min(first + step, rows)), node)
+            place = self._put(aten.slice.Tensor, (self._memory[node], 0, first, min(first + step, rows)), node)
+            self._add(node, place, self._put(aten.mm.default, (some, right), node))
+
+    def _add(self, node: Node, place: Node, value: Node) -> None:
+        if shape_of(value) != shape_of(place):
+            value = self._put(aten.view.default, (value, list(place.meta["val"].shape)), node)
+        self._writes[node].append(self._put(aten.add_.Tensor, (place, value), node))
+
+    def _result(self, node: Node) -> Node:
+        """Return what takes the place of a result of the region."""
+        value, there = node.meta["val"], self._region.where.get(node)
+        result = self._put(settled, (self._memory[node], *self._writes[node]), node)
+        if there is not None and there.count > 1:
+            return self._put(aten.view.default, (result, list(value.shape)), node)
+        if is_getitem(node) and node.args[1] == 0 and (loss := cast(Node, node.args[0])).args[3] == MEAN:
+            weights = self._put(settled, (self._memory[loss], *self._writes[loss]), node)
+            result = self._put(aten.div.Tensor, (result, weights), node)
+        if result.meta["val"].dtype != value.dtype:
+            result = self._put(prims.convert_element_type.default, (result, value.dtype), node)
+        return result
+
+    def _put(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Mapping[str, Any] | None = None) -> Node:
+        """Insert an operator behind the last one. like: the one that it does a part of the work of."""
+        with self._graph.inserting_after(self._cursor):
+            self._cursor = node = self._graph.call_function(target, args, dict(kwargs or {}))
+        values = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+        with self._mode if self._mode is not None else contextlib.nullcontext(), torch.no_grad():
+            value = target(*values[0], **values[1])
+        node.meta = {key: what for key, what in like.meta.items() if key not in _OWN_META} | {"val": value}
+        if self._tile is not None:
+            node.meta[TILE] = (self._region.product.name, self._tile)
+        return node

@@ -1,0 +1,324 @@
+"""What runs in tiles of its rows: by rules that hold for every operator, and with the results of graphs that are whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+from teraio.stages import StageCompiler, operators, rows, tiles
+
+from .graphs import FINE, Captured, capture
+
+# -- the rules: parts of an operator's work are the whole
+
+
+def head(reduction: int, cap: float = 0.0) -> Callable[..., Any]:
+    """Loss and gradients of a head over [rows, width]."""
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Any:
+        scores = torch.addmm(bias, x, weight.t())
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        scores = scores.view(1, *scores.shape).double().flatten(0, 1)
+        log = torch.log_softmax(scores, 1)
+        loss, total = torch.ops.aten.nll_loss_forward(log, target, None, reduction, -100)
+        gradient = torch.ops.aten.nll_loss_backward(torch.ones_like(loss), log, target, None, reduction, -100, total)
+        gradient = torch.ops.aten._log_softmax_backward_data(gradient, log, 1, scores.dtype).float()
+        return loss, gradient @ weight, gradient.t() @ x, gradient.sum(0), gradient.sum([0], keepdim=True)
+
+    return function
+
+
+def decomposed(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Any:
+    """The same by the operators that Inductor gets, and others of their kinds."""
+    scores = (x @ weight.t()).unsqueeze(0).transpose(0, 1).squeeze(1)
+    largest = scores.amax([1], keepdim=True)
+    log = (scores - largest) - (scores - largest).exp().sum(1, keepdim=True).log()
+    column = target.unsqueeze(1)
+    picked = log.gather(1, column).squeeze(1)
+    mask = column.expand(scores.shape) == torch.arange(scores.shape[1])
+    one_hot = torch.full_like(scores, 0.0).scatter(1, column, 1.0)
+    padded = functional.pad(scores, [0, 3])[:, 1:]
+    wide = torch.full(scores.shape, 2.0) * torch.where(mask, -1.0, 0.0) + one_hot
+    return (
+        picked,
+        wide,
+        padded.permute(1, 0),
+        scores.logsumexp(1),
+        scores.mean(0),
+        scores.argmax(1),
+        scores.softmax(0),
+        scores.sum(),
+    )
+
+
+def batched(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Any:
+    """Rows in two dimensions, and tensors that are the same for all rows or for some."""
+    x = torch.stack([x, x + 1])
+    scores = (x.view(-1, x.shape[2]) @ weight.t()).view(*x.shape[:2], -1)
+    shifted = scores + bias + bias.view(1, 1, -1) + target.view(1, -1, 1) + x[:, :, :1]
+    return (
+        shifted,
+        shifted.sum([0, 1]),
+        shifted.sum([0, 1], keepdim=True),
+        shifted.permute(2, 0, 1),
+        shifted.sum(1),
+    )
+
+
+class Values(Interpreter):
+    """Runs a graph and keeps what each of its nodes returns."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        super().__init__(graph)
+        self.values: dict[Node, Any] = {}
+
+    def run_node(self, n: Node) -> Any:
+        self.values[n] = super().run_node(n)
+        return self.values[n]
+
+
+def check_rules(graph: GraphModule, arguments: list[Tensor], count: int, size: int) -> set[str]:
+    """Compute each operator that has a rule in parts of `size` rows, wherever `count` rows can lie in its result.
+
+    Returns the operators that had one.
+    """
+    run = Values(graph)
+    run.run(*arguments)
+    found = set()
+    borders = [(begin, min(begin + size, count)) for begin in range(0, count, size)]
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        shape = rows.shape_of(node)
+        for out in (None, *(rows.places(shape, count) if shape is not None else ())):
+            known = {}
+            if out is None and operators.packet_name(node) == "sum":  # it is a sum over rows where they are known to lie
+                source = node.all_input_nodes[0]
+                known = {source: place for place in rows.places(rows.shape_of(source) or (), count)}
+            part = rows.part_of(node, out, count, known)
+            if part is not None:
+                found.add(operators.packet_name(node))
+                check(node, part, out, run.values, borders)
+    return found
+
+
+def check(node: Node, part: rows.Part, out: rows.Rows | None, values: dict[Node, Any], borders: list[tuple[int, int]]) -> None:
+    parts = []
+    for begin, end in borders:
+
+        def of_part(leaf: Any, begin: int = begin, end: int = end) -> Any:
+            if not isinstance(leaf, Node):
+                return end - begin if leaf is rows.ROWS else leaf
+            there = part.inputs.get(leaf)
+            if there is None:
+                return values[leaf]
+            flat = values[leaf].reshape(there.sizes(values[leaf].shape, borders[-1][1]))
+            return flat.narrow(there.first, begin, end - begin)
+
+        args, kwargs = torch.fx.node.map_aggregate((part.args, dict(part.kwargs)), of_part)
+        parts.append(part.target(*args, **kwargs))
+    whole = values[node]
+    if out is not None:
+        assert_equal(torch.cat(parts, out.first).reshape(whole.shape), whole, node)
+    elif isinstance(whole, tuple):  # losses and weights
+        sums = [sum(each[i] for each in parts) for i in (0, 1)]
+        assert_equal(sums[0] / sums[1] if node.args[3] == rows.MEAN else sums[0], whole[0], node)
+    else:
+        assert_equal(sum(parts).reshape(whole.shape), whole, node)
+
+
+def assert_equal(found: Tensor, wanted: Tensor, node: Node) -> None:
+    assert found.dtype == wanted.dtype, node
+    torch.testing.assert_close(found, wanted, equal_nan=True, msg=lambda text: f"{node.format_node()}: {text}")
+
+
+@given(
+    st.sampled_from([head(rows.MEAN), head(rows.SUM, 2.0), head(rows.NO_REDUCTION), decomposed, batched]),
+    st.integers(2, 6),
+    st.integers(1, 6),
+    st.integers(2, 6),
+    st.integers(1, 4),
+    st.randoms(use_true_random=False),
+)
+def test_parts_of_rows_are_the_whole(
+    function: Callable[..., Any], count: int, width: int, classes: int, size: int, random: Any
+) -> None:
+    """Also where numbers of rows, columns and classes happen to be equal."""
+    torch.manual_seed(random.randrange(1 << 30))
+    target = torch.randint(0, classes, (count,))
+    arguments = [torch.randn(count, width), torch.randn(classes, width), torch.randn(classes), target]
+    graph = make_fx(function, tracing_mode="fake")(*arguments)
+    check_rules(graph, arguments, 2 * count if function is batched else count, size)
+
+
+@pytest.mark.parametrize(
+    ("function", "without"),
+    [(head(rows.MEAN, 2.0), {"ones_like"}), (decomposed, {"arange", "scalar_tensor", "t", "mean", "_softmax"}), (batched, {"stack", "t"})],
+)
+def test_all_of_a_head_has_rules(function: Callable[..., Any], without: set[str]) -> None:
+    """Sizes that differ, so that each operator has the rows in one place only."""
+    arguments = [torch.randn(11, 3), torch.randn(7, 3), torch.randn(7), torch.randint(0, 7, (11,))]
+    graph = make_fx(function, tracing_mode="fake")(*arguments)
+    found = check_rules(graph, arguments, 22 if function is batched else 11, 4)
+    there = {operators.packet_name(node) for node in graph.graph.nodes} - {""}
+    assert there - found <= without, there - found
+
+
+def test_what_would_mix_rows_has_no_part() -> None:
+    def mixed(x: Tensor) -> Any:
+        y = torch.relu(x)
+        return (
+            y.softmax(0),
+            y.cumsum(0),
+            y.flip(0),
+            y.sort(0)[0],
+            torch.native_dropout(y, 0.5, True)[0],
+            y.view(3, 8),
+            y.mean(0),
+            y.amax(0),
+        )
+
+    x = torch.randn(4, 6)
+    graph = make_fx(mixed, tracing_mode="fake")(x)
+    relu = next(n for n in graph.graph.nodes if operators.packet_name(n) == "relu")
+    known = {relu: rows.Rows(0)}
+    reached = set()
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and relu in node.all_input_nodes:
+            places = list(rows.places(rows.shape_of(node) or (), 4))
+            if any(rows.part_of(node, out, 4, known) for out in (*places, None)):
+                reached.add(operators.packet_name(node))
+    assert not reached
+
+
+# -- graphs in tiles
+
+
+class Model(nn.Module):
+    """A small network with a large vocabulary. `loss` takes scores [batch, words, classes] and targets."""
+
+    def __init__(
+        self,
+        loss: Callable[[Tensor, Tensor], Any],
+        *,
+        dtype: torch.dtype = torch.float32,
+        bias: bool = False,
+        tied: bool = False,
+        frozen: bool = False,
+    ) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=bias)
+        self.loss = loss
+        if tied:
+            self.head.weight = self.words.weight
+        self.head.requires_grad_(not frozen)
+        self.to(dtype)
+
+    def forward(self, words: Tensor) -> Any:
+        return self.loss(self.head(torch.tanh(self.inner(self.words(words)))), words.roll(-1, 1))
+
+
+CLASSES, WIDTH, BATCH, WORDS = 2048, 8, 2, 550
+
+
+def flat_loss(scores: Tensor, targets: Tensor, **settings: Any) -> Tensor:
+    return functional.cross_entropy(scores.view(-1, scores.shape[-1]), targets.view(-1), **settings)
+
+
+def ignoring(scores: Tensor, targets: Tensor) -> Tensor:
+    return flat_loss(scores, torch.where(targets % 3 == 0, -100, targets))
+
+
+def several(scores: Tensor, targets: Tensor) -> Tensor:
+    """Two losses of one head, with capped scores, in 32 bits."""
+    scores = 30 * torch.tanh(scores.float() / 30)
+    return flat_loss(scores, targets, label_smoothing=0.1, reduction="sum") + 1e-3 * (torch.logsumexp(scores, -1) ** 2).mean()
+
+
+def weighted(scores: Tensor, targets: Tensor) -> Tensor:
+    weight = torch.linspace(0.5, 2, CLASSES, device=scores.device)
+    return flat_loss(scores, targets, weight=weight) * 1024
+
+
+def by_row(scores: Tensor, targets: Tensor) -> Tensor:
+    losses = flat_loss(scores, targets, reduction="none")
+    return (losses * torch.linspace(0, 1, losses.numel())).mean()
+
+
+def shown(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores are a result, too."""
+    return flat_loss(scores, targets), scores
+
+
+LOSSES = [flat_loss, ignoring, several, weighted, by_row]
+
+
+@pytest.fixture(params=[False, True], ids=["whole operators", "decomposed"])
+def fuses(request: pytest.FixtureRequest) -> bool:
+    """Whether graphs are made of the operators that Inductor fuses."""
+    return bool(request.param)
+
+
+def captured(model: nn.Module, *, fuses: bool, above_bytes: int = 0) -> list[Captured]:
+    words = torch.randint(0, CLASSES, (BATCH, WORDS))
+    with tiles.marking(above_bytes=above_bytes, fuses=fuses):
+        return capture(model, words, decompositions=None if fuses else {})
+
+
+def tiled(graph: Captured) -> tuple[GraphModule, int]:
+    """The graph in tiles, and how many there are."""
+    fresh = graph.fresh()
+    tiles.tile(fresh.graph)
+    numbers = {operators.tile_of(node) for node in fresh.graph.nodes} - {None}
+    tiles.settle(fresh.graph)
+    fresh.recompile()
+    return fresh, max((number for _, number in numbers), default=-1) + 1
+
+
+def check_results(graph: Captured, *, tolerance: float = 1e-5) -> int:
+    """The results of the graph in tiles are those of the whole one, with the same strides. Returns the number of tiles."""
+    found, count = tiled(graph)
+    for arguments, wanted in zip(graph.arguments, graph.results, strict=True):
+        with torch.no_grad():
+            results = Interpreter(found).run(*arguments)
+        for a, b in zip(results, wanted, strict=True):
+            if isinstance(b, Tensor):
+                assert a.stride() == b.stride() and a.dtype == b.dtype
+                assert (a.double() - b.double()).abs().max() <= tolerance * (b.double().abs().max() + 1e-9)
+    return count
+
+
+@pytest.mark.parametrize("settings", [{}, {"bias": True}, {"tied": True}, {"frozen": True}], ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_graph_in_tiles_has_the_results_of_the_whole(
+    loss: Callable[[Tensor, Tensor], Any], settings: dict[str, bool], fuses: bool
+) -> None:
+    torch.manual_seed(0)
+    forward, backward = captured(Model(loss, **settings), fuses=fuses)
+    assert check_results(forward) > 1 and check_results(backward) > 1
+
+
+@pytest.mark.parametrize("loss", [flat_loss, several])
+def test_sums_over_tiles_have_32_bits(loss: Callable[[Tensor, Tensor], Any], fuses: bool) -> None:
+    torch.manual_seed(0)
+    forward, backward = captured(Model(loss, dtype=torch.bfloat16, bias=True), fuses=fuses)
+    assert check_results(forward, tolerance=4e-3) > 1 and check_results(backward, tolerance=8e-3) > 1
+    sums = [n for n in tiled(backward)[0].graph.nodes if operators.packet_name(n) == "add_"]
+    assert sums and all(n.args[0].meta["val"].dtype == torch.float32 for n in sums)
+
+
+def test_scores_that_are_a_result_are_made_once(fuses: bool) -> None:
+    forward, backward = captured(Model(shown), fuses=fuses)
+    assert check_results(forward) > 1 and check_results(backward) > 1
