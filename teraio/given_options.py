@@ -17,7 +17,7 @@ class GivenOptions(TypedDict, total=False):
     host_updates: bool | None
     overlap_step: bool | None
     recompute: Literal["auto", "off"] | None
-    tiles: Literal["auto", "always", "off"] | None
+    tiles: int | str | None
     optimizer: Literal["auto", "off"] | None
     plan: str | PathLike[str] | None
     plan_cache: Literal["read-write", "read", "off"] | None

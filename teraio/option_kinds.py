@@ -76,6 +76,10 @@ def _size_or_share(name: str, value: Any) -> int | Share:
     return parse_bytes(name, value)
 
 
+def _tiles(name: str, value: Any) -> int | str:
+    return value if value in ("auto", "off") else parse_bytes(name, value)
+
+
 def _directories(name: str, value: Any) -> tuple[Path, ...]:
     entries = value if isinstance(value, (list, tuple)) else [value]
     if not entries:
@@ -164,6 +168,7 @@ _PATH = "str | PathLike[str]"
 
 Size = Annotated[int | None, Kind(parse_bytes, "int | str", 'bytes, or text such as `"24GiB"`')]
 SizeOrShare = Annotated[int | Share | None, Kind(_size_or_share, "int | str", 'bytes, or text such as `"24GiB"` or `"50%"`')]
+Tiles = Annotated[int | Literal["auto", "off"], Kind(_tiles, "int | str", '`"auto"`, `"off"`, bytes, or text such as `"24GiB"`')]
 Directories = Annotated[tuple[Path, ...], Kind(_directories, f"{_PATH} | Sequence[{_PATH}]", "a path, or a list of paths")]
 FileToRead = Annotated[Path | None, Kind(_file_to_read, _PATH, "a path")]
 FileToWrite = Annotated[Path | None, Kind(_file_to_write, _PATH, "a path")]

@@ -27,6 +27,7 @@ from teraio.option_kinds import (
     Size,
     SizeOrShare,
     Switch,
+    Tiles,
     Tuning,
     kind_of,
     parse_bytes,
@@ -187,12 +188,12 @@ class Options(ExpertOptions):
     Results stay the same bits. A tensor that a graph takes and that your code changes between the forward and the backward pass
     then stops training with UnsupportedError, if a stage that runs again reads it. With overlap_step, nothing is recomputed."""
 
-    tiles: Literal["auto", "always", "off"] = "auto"
-    """`"auto"`: the head of a large vocabulary and its loss run for some rows at a time, where they would take more than half of
-    the budget. `"always"`: wherever they set what a graph needs, also without a budget. `"off"`: never.
+    tiles: Tiles = "auto"
+    """`"auto"`: what needs more than half of the budget only because it has many rows, as the head of a large vocabulary and its
+    loss, runs for some rows at a time. A size: what needs more than so many bytes does, also without a budget. `"off"`: nothing.
 
-    Results by rows and losses stay equal up to rounding; gradients of the head are added up in another order, in 32 bits. The
-    product of the head is computed once more in the backward pass. Graphs with sizes that vary have no tiles."""
+    Results by rows are equal up to rounding. Sums over rows, such as losses and gradients, are added up in another order, in 32
+    bits. What is large in between is computed once more in the backward pass. Graphs with sizes that vary have no tiles."""
 
     optimizer: Literal["auto", "off"] = "auto"
     """`"auto"`: steps of `torch.optim` optimizers run subgroup by subgroup where that gives the same bits, and optimizer states

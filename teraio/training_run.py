@@ -545,10 +545,10 @@ class TrainingRun:
 
 
 def _tiles_above(options: Options, budget_bytes: int | None) -> int | None:
-    """Return the bytes above which a region runs in tiles; None if none does."""
-    if options.tiles == "always":
-        return 0
-    return None if options.tiles == "off" or budget_bytes is None else budget_bytes // 2
+    """Return the bytes above which what has many rows runs in tiles; None if nothing does."""
+    if isinstance(options.tiles, int):
+        return options.tiles
+    return budget_bytes // 2 if options.tiles == "auto" and budget_bytes is not None else None
 
 
 def _peak_watch(machine: Machine) -> PeakWatch | None:

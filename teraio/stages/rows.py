@@ -252,12 +252,12 @@ NO_REDUCTION, MEAN, SUM = range(3)  # of a loss, as PyTorch numbers them
 
 
 def _class_loss(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
-    """Sum the losses of all rows, and their weights."""
+    """Sum the losses of all rows, and their weights; without a reduction the first result has the losses by rows."""
     scores, target, weight, reduction, *ignored = node.args
-    if out is not None or reduction == NO_REDUCTION or len(shape_of(cast(Node, scores)) or ()) != 2:
+    if out is not None or len(shape_of(cast(Node, scores)) or ()) != 2:
         return None
     inputs = {cast(Node, scores): Rows(0), cast(Node, target): Rows(0)}
-    return Part(inputs, node.target, (scores, target, weight, SUM, *ignored))
+    return Part(inputs, node.target, (scores, target, weight, reduction and SUM, *ignored))
 
 
 def _class_loss_gradient(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:

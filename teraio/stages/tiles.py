@@ -30,8 +30,9 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from teraio.stages.kernels import storages_of
 from teraio.stages.operators import TILE, is_getitem, output_bytes, packet_name, settled
-from teraio.stages.rows import MEAN, ROWS, Part, Rows, part_of, places, shape_of
+from teraio.stages.rows import MEAN, NO_REDUCTION, ROWS, Part, Rows, part_of, places, shape_of
 
 _log = logging.getLogger("teraio")
 
@@ -41,7 +42,6 @@ _TILES = "teraio_tiles"  # of a product that begins a region, in `meta`: the num
 _LEAST_ROWS = 256  # of a tile: with fewer, matrix products become slow
 _MOST_TILES = 32
 _MULTIPLE = 64  # of the rows of a tile: so that slices are aligned
-_DOMINATES = 2  # times as large as any other value of the graph
 _MOST_PARTS = 8  # of a sum of products: its temporaries are so much smaller
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -76,24 +76,19 @@ def mark(graph: Graph, *, above_bytes: int, fuses: bool) -> None:
     above_bytes: regions that need less stay whole. fuses: operators are fused, so that few of their results are in memory.
     """
     forward = _forward(graph)
-    products = sorted((node for node in forward if packet_name(node) in ("mm", "addmm")), key=_elements, reverse=True)
-    regions: list[_Region] = []
-    for product in products:
-        if regions and 2 * _elements(product) < _elements(regions[0].product):
-            break
-        if not any(product in each.members for each in regions) and (region := _region(product, forward)) is not None:
-            regions.append(region)
-    inside = {node for region in regions for node in region.members}
-    others = max((_elements(node) for node in forward if node not in inside), default=0)
+    taken: set[Node] = set()
     identity = 1 + max((node.meta.get("ac_graph_id", 0) for node in graph.nodes), default=0)
-    for region in regions:
-        tiles = region.tiles(above_bytes=above_bytes, fuses=fuses)
-        if tiles < 2 or _elements(region.product) < _DOMINATES * others:
+    for product in sorted((node for node in forward if packet_name(node) in ("mm", "addmm")), key=_elements, reverse=True):
+        region = _region(product, forward) if product not in taken else None
+        if region is None or taken & region.members.keys():
             continue
-        region.product.meta[_TILES] = tiles
-        for node in region.large:
-            if "recompute" not in node.meta:  # the user's own checkpoints hold
-                node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=identity)
+        tiles = region.tiles(above_bytes=above_bytes, fuses=fuses)
+        if tiles > 1:
+            taken |= region.members.keys()
+            product.meta[_TILES] = tiles
+            for node in region.recomputed:
+                if "recompute" not in node.meta:  # the user's own checkpoints hold
+                    node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=identity)
 
 
 def tile(graph: Graph) -> None:
@@ -140,19 +135,24 @@ def _elements(node: Node) -> int:
 class _Region:
     """Operators that can run for a part of the rows. product: the one that it begins with: of large values, the first.
 
-    members: in the order of the graph, how each computes a part; None for what takes one of several results.
-    where: where the rows lie in their results; the other members are sums over rows.
+    inside: the operators that may be in it. members: in the order of the graph, how each computes a part; None for what takes
+    one of several results. where: where the rows lie in their results; the other members are sums over rows.
     """
 
     product: Node
     rows: int
+    inside: Collection[Node]
     members: Mapping[Node, Part | None]
     where: Mapping[Node, Rows]
 
     @property
     def exits(self) -> list[Node]:
-        """Those whose results others take."""
-        return [node for node in self.members if any(user not in self.members for user in node.users)]
+        """Those whose results others take: operators `inside`, or who runs the graph."""
+        return [
+            node
+            for node in self.members
+            if any(user not in self.members and (user in self.inside or user.op == "output") for user in node.users)
+        ]
 
     @property
     def is_whole(self) -> bool:
@@ -170,11 +170,22 @@ class _Region:
         """Those whose results are large because they have all rows."""
         return [node for node in self.members if node in self.where and 2 * _elements(node) >= _elements(self.product)]
 
+    @property
+    def recomputed(self) -> list[Node]:
+        """What is large and not a result, or the product itself: the backward pass computes it again, in tiles."""
+        storages = storages_of(list(self.members))
+        results = {storages[node] for node in self.exits} - {storages[self.product]}
+        return [node for node in self.large if storages[node] not in results]
+
     def tiles(self, *, above_bytes: int, fuses: bool) -> int:
         """Return into how many tiles it is divided: so many that what follows the number of rows is no longer what counts.
 
-        1 if that is so without tiles, or if all of it needs no more than `above_bytes`.
+        1 if that is so without tiles, if all of it needs no more than `above_bytes`, or if all that is large is its results.
         """
+        storages = storages_of(list(self.members))
+        results = {storages[node] for node in self.exits}
+        if all(storages[node] in results for node in self.large):
+            return 1
         left, right = cast(Sequence[Node], self.product.args[-2:])
         largest = output_bytes(self.product) if fuses else max(map(output_bytes, self.large))
         sums = 4 * _elements(right) if right.meta["val"].dtype.itemsize < 4 else output_bytes(right)  # the weight's gradient
@@ -209,7 +220,7 @@ def _region(product: Node, inside: Collection[Node]) -> _Region | None:
         if not all(is_getitem(node) or spread.reaches(node) for node in members):
             return None  # what the tiles need is known only when all of them have run
     ordered = {node: spread.parts.get(node) for node in product.graph.nodes if node in members}
-    region = _Region(product, shape[0], ordered, spread.where)
+    region = _Region(product, shape[0], inside, ordered, spread.where)
     return region if region.is_whole else None
 
 
@@ -237,6 +248,8 @@ class _Spread:
         self.parts[node] = part
         if out is not None:
             self.where[node] = out
+        elif packet_name(node) == "nll_loss_forward" and node.args[3] == NO_REDUCTION:
+            self.where.update((user, Rows(0)) for user in node.users if user.args[1] == 0)
         return True
 
     def large_sources(self, node: Node, least: int) -> list[Node]:

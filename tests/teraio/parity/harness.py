@@ -227,7 +227,8 @@ def plain_step(run: Run, batch: Batch, index: int) -> None:
 
 def start(case: Case, *, backend: str | None = "teraio", options: Mapping[str, Any] | None = None) -> Run:
     """Make what `case` trains under `backend` (None: eager, nothing compiled) with `options`, from a fresh process state."""
-    given = None if backend is None else {**case.options, **(options or {})}
+    # The same stages run with and without a budget, whatever is small.
+    given = None if backend is None else {"tiles": "off", **case.options, **(options or {})}
 
     def make_optimizers(module: nn.Module) -> list[Optimizer]:
         made = case.make_optimizer(module)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from teraio.stages import StageCompiler, operators, rows, tiles
+from teraio.stages import operators, rows, tiles
 
-from .graphs import FINE, Captured, capture
+from .graphs import Captured, capture
 
 # -- the rules: parts of an operator's work are the whole
 
@@ -105,7 +104,7 @@ def check_rules(graph: GraphModule, arguments: list[Tensor], count: int, size: i
             known = {}
             if out is None and operators.packet_name(node) == "sum":  # it is a sum over rows where they are known to lie
                 source = node.all_input_nodes[0]
-                known = {source: place for place in rows.places(rows.shape_of(source) or (), count)}
+                known = dict.fromkeys([source], next(rows.places(rows.shape_of(source) or (), count), rows.Rows(0)))
             part = rows.part_of(node, out, count, known)
             if part is not None:
                 found.add(operators.packet_name(node))
@@ -132,8 +131,9 @@ def check(node: Node, part: rows.Part, out: rows.Rows | None, values: dict[Node,
     if out is not None:
         assert_equal(torch.cat(parts, out.first).reshape(whole.shape), whole, node)
     elif isinstance(whole, tuple):  # losses and weights
-        sums = [sum(each[i] for each in parts) for i in (0, 1)]
-        assert_equal(sums[0] / sums[1] if node.args[3] == rows.MEAN else sums[0], whole[0], node)
+        sums = [sum(each[i].sum() for each in parts) for i in (0, 1)]
+        losses = torch.cat([each[0] for each in parts]) if node.args[3] == rows.NO_REDUCTION else sums[0]
+        assert_equal(losses / sums[1] if node.args[3] == rows.MEAN else losses, whole[0], node)
     else:
         assert_equal(sum(parts).reshape(whole.shape), whole, node)
 
@@ -164,7 +164,11 @@ def test_parts_of_rows_are_the_whole(
 
 @pytest.mark.parametrize(
     ("function", "without"),
-    [(head(rows.MEAN, 2.0), {"ones_like"}), (decomposed, {"arange", "scalar_tensor", "t", "mean", "_softmax"}), (batched, {"stack", "t"})],
+    [
+        (head(rows.MEAN, 2.0), {"ones_like"}),
+        (decomposed, {"arange", "scalar_tensor", "t", "mean", "_softmax"}),
+        (batched, {"stack", "t"}),
+    ],
 )
 def test_all_of_a_head_has_rules(function: Callable[..., Any], without: set[str]) -> None:
     """Sizes that differ, so that each operator has the rows in one place only."""
