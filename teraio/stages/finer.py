@@ -37,7 +37,7 @@ def cut_finer(
     """
     chains = [_Chain(nodes, fuses=fuses) for nodes in stages]
     needs = [chain.need_bytes(0, len(chain.nodes)) for chain in chains]
-    different = [need for need, nodes in zip(needs, stages, strict=True) if (tile := tile_of(nodes[0])) is None or tile[1] < 1]
+    different = [need for need, nodes in zip(needs, stages, strict=True) if (tile := tile_of(nodes[-1])) is None or tile[1] < 1]
     usual = statistics.median(different) if len(different) > 2 else 1
     limit = max(far_above * usual, floor_bytes)  # one that other stages or graphs need anyway is worth no cut
     pieces = {i: _Pieces(chain) for i, (chain, need) in enumerate(zip(chains, needs, strict=True)) if need > limit}

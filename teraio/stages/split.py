@@ -244,7 +244,7 @@ def _path(nodes: list[Node]) -> str:
 
     Tiles are numbered, from `head.tile1` on; what comes before the first one is `head.tile0`.
     """
-    tile = tile_of(nodes[0])
+    tile = tile_of(nodes[-1])  # the first ones may be constants
     return _path_of_modules(nodes) if tile is None else f"{_path_of_modules(nodes)}.tile{tile[1] + 1}"
 
 

@@ -31,7 +31,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from teraio.stages.kernels import storages_of
-from teraio.stages.operators import TILE, is_getitem, output_bytes, packet_name, settled
+from teraio.stages.operators import TILE, is_creation, is_getitem, output_bytes, packet_name, settled
 from teraio.stages.rows import MEAN, NO_REDUCTION, ROWS, Part, Rows, part_of, places, shape_of
 
 _log = logging.getLogger("teraio")
@@ -42,6 +42,7 @@ _TILES = "teraio_tiles"  # of a product that begins a region, in `meta`: the num
 _LEAST_ROWS = 256  # of a tile: with fewer, matrix products become slow
 _MOST_TILES = 32
 _MULTIPLE = 64  # of the rows of a tile: so that slices are aligned
+_LARGEST_ELEMENT = 8  # bytes of a number
 _MOST_PARTS = 8  # of a sum of products: its temporaries are so much smaller
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -79,7 +80,10 @@ def mark(graph: Graph, *, above_bytes: int, fuses: bool) -> None:
     taken: set[Node] = set()
     identity = 1 + max((node.meta.get("ac_graph_id", 0) for node in graph.nodes), default=0)
     for product in sorted((node for node in forward if packet_name(node) in ("mm", "addmm")), key=_elements, reverse=True):
-        region = _region(product, forward) if product not in taken else None
+        element_bytes = product.meta["val"].dtype.itemsize if fuses else _LARGEST_ELEMENT
+        if product in taken or _stay_bytes(product) + 2 * element_bytes * _elements(product) <= above_bytes:
+            continue
+        region = _region(product, forward)
         if region is None or taken & region.members.keys():
             continue
         tiles = region.tiles(above_bytes=above_bytes, fuses=fuses)
@@ -89,6 +93,13 @@ def mark(graph: Graph, *, above_bytes: int, fuses: bool) -> None:
             for node in region.recomputed:
                 if "recompute" not in node.meta:  # the user's own checkpoints hold
                     node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=identity)
+
+
+def _stay_bytes(product: Node) -> int:
+    """Return what a tile needs however few rows it has: the weight, its gradient, and what has all rows but is not large."""
+    left, right = cast(Sequence[Node], product.args[-2:])
+    short = right.meta["val"].dtype.itemsize < 4
+    return output_bytes(right) + (4 * _elements(right) if short else output_bytes(right)) + 2 * output_bytes(left)
 
 
 def tile(graph: Graph) -> None:
@@ -147,11 +158,12 @@ class _Region:
 
     @property
     def exits(self) -> list[Node]:
-        """Those whose results others take: operators `inside`, or who runs the graph."""
+        """Those whose results others take: operators `inside`, or who runs the graph. Others have constants of their own."""
         return [
             node
             for node in self.members
-            if any(user not in self.members and (user in self.inside or user.op == "output") for user in node.users)
+            if not is_creation(node)
+            and any(user not in self.members and (user in self.inside or user.op == "output") for user in node.users)
         ]
 
     @property
@@ -186,10 +198,8 @@ class _Region:
         results = {storages[node] for node in self.exits}
         if all(storages[node] in results for node in self.large):
             return 1
-        left, right = cast(Sequence[Node], self.product.args[-2:])
         largest = output_bytes(self.product) if fuses else max(map(output_bytes, self.large))
-        sums = 4 * _elements(right) if right.meta["val"].dtype.itemsize < 4 else output_bytes(right)  # the weight's gradient
-        stays = output_bytes(right) + sums + 2 * output_bytes(left)
+        stays = _stay_bytes(self.product)
         if 2 * largest + stays <= above_bytes:
             return 1
         wanted = 1 << max(0, math.ceil(math.log2(2 * largest / stays)))
@@ -203,22 +213,22 @@ def _region(product: Node, inside: Collection[Node]) -> _Region | None:
         return None
     least = math.prod(shape) // 2
     spread = _Spread(shape[0])
-    for node in inside:
-        if node is product or any(source in spread.where for source in node.all_input_nodes):
-            spread.reaches(node)
-    members = {node for node in spread.where if _elements(node) >= least}
+    members = {product}
     count = 0
     while count != len(members):
         count = len(members)
-        for node in list(members):
-            if _elements(node) >= least and node in spread.where:
-                members.update(user for user in node.users if user in inside and spread.reaches(user))
-            for source in spread.large_sources(node, least):  # that others make, such as masks
-                members.add(source)
+        large = {node for node in members if _elements(node) >= least and not is_creation(node)}
+        for node in inside:
+            if node not in members and not any(source in large for source in node.all_input_nodes):
+                continue
+            if is_getitem(node) or spread.reaches(node):
+                members.update([node, *spread.large_sources(node, least)])  # other operators make some, such as masks
+                if node in spread.where and _elements(node) >= least and not is_creation(node):
+                    large.add(node)
+            elif node in members:
+                return None  # what the tiles need is known only when all of them have run
         members |= _between(members, inside)
         members |= {user for node in members if node not in spread.where for user in node.users if is_getitem(user)}
-        if not all(is_getitem(node) or spread.reaches(node) for node in members):
-            return None  # what the tiles need is known only when all of them have run
     ordered = {node: spread.parts.get(node) for node in product.graph.nodes if node in members}
     region = _Region(product, shape[0], inside, ordered, spread.where)
     return region if region.is_whole else None
@@ -266,7 +276,8 @@ class _Spread:
 
 def _between(members: Collection[Node], inside: Collection[Node]) -> set[Node]:
     """Return the operators on a way from one of the members to another."""
-    below, above = set(members), set(members)
+    below = {node for node in members if not is_creation(node)}  # of constants, each region has its own
+    above = set(below)
     for node in inside:
         if any(source in below for source in node.all_input_nodes):
             below.add(node)
