@@ -36,6 +36,7 @@ from benchmarks import (
     recompute,
     rivals,
     stage_overhead,
+    tiles,
     warm_start,
 )
 from benchmarks.alone import LlamaScale, Runner, append
@@ -86,6 +87,7 @@ def parts(scale: Scale, selection: Selection, emulation: Emulation) -> dict[str,
         "warm_start": lambda: warm_start.measure(scale),
         "larger": lambda: larger.measure(scale),
         "lengths": lambda: lengths.measure(scale),
+        "tiles": lambda: tiles.measure(scale),
         "planner": lambda: planner.measure(scale),
         "planner_policies": lambda: planner_policies.measure(selection),
         "planner_bound": lambda: planner_policies.measure_best(selection),

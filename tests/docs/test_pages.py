@@ -136,7 +136,7 @@ def test_pages_and_types_are_what_the_options_say() -> None:
 def test_every_option_is_listed_and_the_readme_shows_the_six_that_matter() -> None:
     names = {*kinds()}
     front, expert = ([option.name for option in options_page.options(kind)] for kind in (Options, ExpertOptions))
-    assert len(front) == 13 and sorted([*front, *expert]) == sorted(names)
+    assert len(front) == 14 and sorted([*front, *expert]) == sorted(names)
     assert names <= DOCS["options"].anchors
     assert {variable_of(name) for name in names} <= set(DOCS["options"].words)
     assert len(README.table("option")) == len(options_page.IMPORTANT) == 6
