@@ -23,7 +23,7 @@ Measured = tuple[tuple[Figure, ...], dict[str, list[float]]]
 
 GIB = 1 << 30
 VOCABULARIES = (8_192, 32_768, 128_256, 262_144)
-LENGTHS = (2_048, 8_192, 32_768, 131_072)
+LENGTHS = (8_192, 32_768, 131_072, 1_048_576)
 BATCHES = (1, 4, 16)
 FLAT = "<= 1.1"
 SLOWER = "<= 1.05"
@@ -50,9 +50,9 @@ def captured_floor(model: Callable[[], torch.nn.Module], batch: int, time: int, 
     return size, trace.stages[stage].name
 
 
-def of_llama(name: str, **changes: int) -> Callable[[], torch.nn.Module]:
+def of_llama(name: str, vocabulary: int = 128_256) -> Callable[[], torch.nn.Module]:
     """Return what makes two layers of a Llama in bf16, with its loss over all tokens at once."""
-    config = dataclasses.replace(SIZES[name], layers=2, loss_tokens=1 << 40, **changes)
+    config = dataclasses.replace(SIZES[name], layers=2, loss_tokens=1 << 40, vocabulary=vocabulary)
     return lambda: llama(config, device="cuda", dtype=torch.bfloat16)
 
 

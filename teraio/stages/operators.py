@@ -121,8 +121,10 @@ _CLASS_LOSSES = frozenset("_log_softmax nll_loss_forward nll_loss_backward _log_
 
 def has_class_loss(graph: Graph) -> bool:
     """Return whether the graph computes a loss over classes or its gradient for all rows, also after these were decomposed."""
-    written = (node.meta.get("original_aten") for node in graph.nodes if tile_of(node) is None)
-    return any(isinstance(each, torch._ops.OpOverload) and base_name(each) in _CLASS_LOSSES for each in written)
+    written = (node.meta.get("original_aten") for node in graph.nodes)
+    return all(tile_of(node) is None for node in graph.nodes) and any(
+        isinstance(each, torch._ops.OpOverload) and base_name(each) in _CLASS_LOSSES for each in written
+    )
 
 
 _VIEW_NAMES = frozenset(

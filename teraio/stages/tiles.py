@@ -30,6 +30,7 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from teraio.stages.cost import is_heavy
 from teraio.stages.kernels import storages_of
 from teraio.stages.operators import TILE, is_creation, is_getitem, output_bytes, packet_name, settled
 from teraio.stages.rows import MEAN, NO_REDUCTION, ROWS, Part, Rows, part_of, places, shape_of
@@ -40,9 +41,9 @@ _NOWHERE = Rows(-1)
 _TILES = "teraio_tiles"  # of a product that begins a region, in `meta`: the number of tiles
 
 _LEAST_ROWS = 256  # of a tile: with fewer, matrix products become slow
-_MOST_TILES = 32
+_MOST_TILES = 64
 _MULTIPLE = 64  # of the rows of a tile: so that slices are aligned
-_LARGEST_ELEMENT = 8  # bytes of a number
+_MOST_LARGE = 64  # bytes of all that is in memory for one number of the product: no region needs more
 _MOST_PARTS = 8  # of a sum of products: its temporaries are so much smaller
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -80,8 +81,7 @@ def mark(graph: Graph, *, above_bytes: int, fuses: bool) -> None:
     taken: set[Node] = set()
     identity = 1 + max((node.meta.get("ac_graph_id", 0) for node in graph.nodes), default=0)
     for product in sorted((node for node in forward if packet_name(node) in ("mm", "addmm")), key=_elements, reverse=True):
-        element_bytes = product.meta["val"].dtype.itemsize if fuses else _LARGEST_ELEMENT
-        if product in taken or _stay_bytes(product) + 2 * element_bytes * _elements(product) <= above_bytes:
+        if product in taken or _stay_bytes(product) + _MOST_LARGE * _elements(product) <= above_bytes:
             continue
         region = _region(product, forward)
         if region is None or taken & region.members.keys():
@@ -198,11 +198,16 @@ class _Region:
         results = {storages[node] for node in self.exits}
         if all(storages[node] in results for node in self.large):
             return 1
-        largest = output_bytes(self.product) if fuses else max(map(output_bytes, self.large))
+        # What a product makes or takes is in memory, and so is its gradient.
+        operands = {
+            storages[n] for node in self.members if is_heavy(node) for n in (node, *node.all_input_nodes) if n in storages
+        }
+        count = len(operands & {storages[node] for node in self.large})
+        grows = 2 * count * (output_bytes(self.product) if fuses else max(map(output_bytes, self.large)))
         stays = _stay_bytes(self.product)
-        if 2 * largest + stays <= above_bytes:
+        if grows + stays <= above_bytes:
             return 1
-        wanted = 1 << max(0, math.ceil(math.log2(2 * largest / stays)))
+        wanted = 1 << max(0, math.ceil(math.log2(grows / stays)))
         return min(wanted, _MOST_TILES, self.rows // _LEAST_ROWS)
 
 
