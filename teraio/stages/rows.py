@@ -245,7 +245,7 @@ def _product(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]
 def _is_row(node: Node) -> bool:
     """Return whether a tensor is the same for all rows of a matrix."""
     shape = shape_of(node)
-    return shape is not None and (len(shape) == 1 or shape[0] == 1)
+    return shape is not None and (len(shape) < 2 or shape[0] == 1)
 
 
 NO_REDUCTION, MEAN, SUM = range(3)  # of a loss, as PyTorch numbers them

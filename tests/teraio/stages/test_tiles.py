@@ -14,9 +14,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from teraio.stages import operators, rows, tiles
+from teraio.stages import StageCompiler, operators, rows, tiles
 
-from .graphs import Captured, capture
+from .graphs import FINE, Captured, capture
 
 # -- the rules: parts of an operator's work are the whole
 
@@ -238,7 +238,7 @@ CLASSES, WIDTH, BATCH, WORDS = 2048, 8, 2, 550
 
 
 def flat_loss(scores: Tensor, targets: Tensor, **settings: Any) -> Tensor:
-    return functional.cross_entropy(scores.view(-1, scores.shape[-1]), targets.view(-1), **settings)
+    return functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), **settings)
 
 
 def ignoring(scores: Tensor, targets: Tensor) -> Tensor:
@@ -326,3 +326,37 @@ def test_sums_over_tiles_have_32_bits(loss: Callable[[Tensor, Tensor], Any], fus
 def test_scores_that_are_a_result_are_made_once(fuses: bool) -> None:
     forward, backward = captured(Model(shown), fuses=fuses)
     assert check_results(forward) > 1 and check_results(backward) > 1
+
+
+def test_a_graph_without_a_backward_pass_runs_in_tiles(fuses: bool) -> None:
+    words = torch.randint(0, CLASSES, (BATCH, WORDS))
+    with torch.no_grad(), tiles.marking(above_bytes=0, fuses=fuses):
+        (forward,) = capture(Model(flat_loss), words, decompositions=None if fuses else {}, loss=False)
+    assert check_results(forward) > 1
+
+
+def test_with_room_for_all_nothing_runs_in_tiles(fuses: bool) -> None:
+    graphs = captured(Model(flat_loss), fuses=fuses, above_bytes=1 << 30)
+    assert [check_results(graph) for graph in graphs] == [0, 0]
+
+
+def test_what_no_rule_knows_ends_a_region(fuses: bool) -> None:
+    """Scores are shifted by a row each: what follows runs for all rows, and what comes before in tiles."""
+
+    def shifting(scores: Tensor, targets: Tensor) -> Tensor:
+        shown = 30 * torch.tanh(scores / 30)
+        return flat_loss(shown[:, :-1].contiguous(), targets[:, :-1])
+
+    forward, backward = captured(Model(shifting), fuses=fuses)
+    check_results(forward)
+    check_results(backward)
+
+
+def test_equal_tiles_are_compiled_once(fuses: bool) -> None:
+    forward, backward = captured(Model(flat_loss), fuses=fuses)
+    compiler = StageCompiler(codegen="eager", policy=FINE, fuses=fuses)
+    made = [compiler.compile(each.fresh(), phase=each.phase, options={}) for each in (forward, backward)]
+    numbered = [stage for program in made for stage in program.stages if ".tile" in stage.name and ".tile0" not in stage.name]
+    assert len({id(stage.run) for stage in numbered}) < 0.7 * len(numbered), "tiles share no function"
+    written = [stage for stage in numbered if stage.mutates]
+    assert written and not any(stage.repeatable for stage in written)
