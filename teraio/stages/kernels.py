@@ -280,7 +280,18 @@ def never_materialised(nodes: Sequence[Node], storages: Mapping[Node, StorageKey
     for node in nodes:
         for touched in (node, *node.users):
             touching.setdefault(storages[node], set()).add(kernel_of.get(touched))
-    return {key for key, by in touching.items() if len(by) == 1 and None not in by and key[0] in kernel_of}
+    found = {key for key, by in touching.items() if len(by) == 1 and None not in by and key[0] in kernel_of}
+    return found | {storages[node] for node in nodes if _becomes_a_result(node)}
+
+
+# Operators whose result Inductor makes by copying the first argument and then writing to the copy.
+_WRITE_TO_A_COPY = frozenset("index_put _unsafe_masked_index_put_accumulate scatter scatter_add scatter_reduce".split())
+
+
+def _becomes_a_result(node: Node) -> bool:
+    """Return whether `node` is a constant, such as the zeros that gradients of an embedding are added to, that is only written
+    where another operator has its result."""
+    return is_creation(node) and all(packet_name(user) in _WRITE_TO_A_COPY and user.args[0] is node for user in node.users)
 
 
 def _is_fused(node: Node) -> bool:
