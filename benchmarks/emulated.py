@@ -47,7 +47,7 @@ _MEMORY = 400_000_000_000
 """Of a device without a budget."""
 _PATIENCE_SECONDS = 600.0
 _WARM_STEPS = 60
-_SETTLED = 10  # iterations by a plan for which none was made: the allocator has found its places, and no other reserve is tried
+_SETTLED = 10  # iterations by a plan for which none was made: the allocator has found its places
 _MOMENT_SECONDS = 0.1
 _GROUPS = 3
 _GROUP_SECONDS = 2.0

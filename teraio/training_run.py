@@ -414,7 +414,6 @@ class TrainingRun:
             waited_for_ranks_seconds=None,
             reserved_bytes=allocator.reserved_bytes if allocator is not None else None,
             allocator_retries=allocator.retries if allocator is not None else None,
-            reserve_bytes=allocator.spare_bytes if allocator is not None else None,
             replans=found.replans,
             trace_path=str(found.trace_path) if found.trace_path is not None else None,
             plan_path=str(found.plan_path) if found.plan_path is not None else None,

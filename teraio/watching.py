@@ -62,8 +62,7 @@ class Status:
     ranks. Empty on a GPU, where the host does not wait. waited_for_ranks_seconds: what of them was waiting for the slowest rank;
     only in `teraio.node_status()`, and only if all ranks of the machine have the same stages with collectives; else None.
     reserved_bytes: what PyTorch's allocator has taken from the GPU, handed out or not. allocator_retries: how often so far it had
-    to wait for the GPU and take free memory away. reserve_bytes: the part of the budget that is left to the gaps between blocks.
-    None on CPU.
+    to wait for the GPU and take free memory away. None on CPU.
     replans: how often a plan made from measured times has replaced the plan before it.
     trace_path, plan_path: files that were written. stages, distinct_stages: number of stages, and of those compiled separately.
     """
@@ -92,7 +91,6 @@ class Status:
     waited_for_ranks_seconds: float | None
     reserved_bytes: int | None
     allocator_retries: int | None
-    reserve_bytes: int | None
     replans: int
     trace_path: str | None
     plan_path: str | None

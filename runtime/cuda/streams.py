@@ -185,19 +185,6 @@ class CudaStreams:
         """See `Device.retries`."""
         return int(torch.cuda.memory_stats_as_nested_dict(self.device).get("num_alloc_retries", 0))
 
-    def describe_pools(self) -> str:
-        """Say for people how much memory is in use, and how much lies free, for stages and for all others. Takes long."""
-        own = self._streams[COMPUTE].cuda_stream
-        held = {True: [0, 0], False: [0, 0]}
-        for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
-            pool = held[segment["stream"] == own]
-            pool[0] += segment["allocated_size"]
-            pool[1] += segment["total_size"] - segment["allocated_size"]
-        return "; ".join(
-            f"{whose}: {used:,} bytes in use, {free:,} free between them"
-            for whose, (used, free) in (("stages", held[True]), ("user code and libraries", held[False]))
-        )
-
     def reset_peak(self) -> None:
         """Forget the peak so far, also for `torch.cuda.max_memory_allocated`."""
         torch.cuda.reset_peak_memory_stats(self.device)

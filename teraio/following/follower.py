@@ -19,7 +19,6 @@ the time of whole iterations drifts, and planning may start, stages are timed in
 
 A plan that the user gave is never replaced, nor any plan with the option replan=False; the log then
 reports the drift.
-How much of the budget a plan may use is decided here, too, see [Note: Memory in gaps] in `teraio.following.reserve`.
 When one rank of a machine plans again, all that run the same iteration do, each with a trace of its own. The slowest one makes
 the plan and decides whether it beats the old one. All follow what it has decided from the same iteration on, see
 `teraio.planning.rank_plan`.
@@ -37,7 +36,6 @@ from planner.errors import InfeasiblePlanError, TeraioError
 from teraio.following.corrections import Corrections, planned_starts
 from teraio.following.drift import Drift, Expectation, Observation, drift_of, iterations_drift, remeasured, stages_plainly_off
 from teraio.following.observer import IterationObserver
-from teraio.following.reserve import WORTHWHILE, Reserve, Tried
 from teraio.following.schedule import StageSchedule
 from teraio.following.thinned import ThinnedPlans
 from teraio.machine import Machine
@@ -52,6 +50,8 @@ logger = logging.getLogger("teraio")
 _WINDOW = 9
 _FIRST_WAIT = 10  # iterations under a plan before planning may start again for the first time
 _FIRST_LOOK = 3  # iterations under a new plan that show whether its stage times are plainly wrong
+# Share by which another plan must be better: a change costs one iteration, which begins with blocks in the wrong tiers.
+_WORTHWHILE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +107,6 @@ class PlanFollower:
         self._seconds: deque[float] = deque(maxlen=_WINDOW)
         self._moved_bytes: dict[str, int] = {}
         self._busy_seconds: dict[str, float] = {}
-        self._reserve: Reserve[_InForce] = Reserve(machine.allocator if self._adaptive else None, plan.budgets.device_bytes)
-        self._asked: Tried[_InForce] | None = None  # what led to the plan with a larger reserve that is being made
         self._wait = _FIRST_WAIT
         self._since = 0
         self._look_early = True
@@ -129,7 +127,6 @@ class PlanFollower:
         self._seconds.clear()
         self._recorder.sampled = False
         self._unsettled = self._recorder.iteration_number
-        self._reserve.begin()
         record_plan(now.plan, now.profile.trace)
 
     @property
@@ -173,8 +170,7 @@ class PlanFollower:
         except TeraioError as error:
             self._since = 0
             logger.warning("no new plan could be made, the old one stays in force: %s", error)
-            asked, self._asked = self._asked, None
-            return asked is not None and self._settle(asked)
+            return False
         if made is not None:
             return self._decide(made)
         if self._adaptive and self._background.wanted(self._now.profile.trace, self._now.plan.budgets):
@@ -186,13 +182,10 @@ class PlanFollower:
             self._unsettled = iteration.number + 1  # the next one begins in another state than the plan's
         elif iteration.woken:  # it began without what the plan has on the device, and ended as the plan says
             self._unsettled = max(self._unsettled, iteration.number)
-            self._reserve.begin()  # the allocator has given all its memory back, and has to find its places anew
         other_sizes = iteration.sizes_vary and iteration.made_bytes != self._now.thinned.made_bytes
         if iteration.number <= self._unsettled or other_sizes:  # blocks were not where the plan has them, or were others
             return False
         self._seconds.append(iteration.seconds)
-        if self._weigh_reserve(iteration.seconds):
-            return True
         if iteration.timed:
             self._observations.append(observation)
             if not self._background.busy:
@@ -234,51 +227,6 @@ class PlanFollower:
             starts = now.corrections.starts(reruns.spread(observation.stage_seconds, again))
             self._cursor.change(replace(now.schedule, fetch_at=starts.fetch_at), due=starts.due)
 
-    # -- how much of the budget stays free, see [Note: Memory in gaps]
-
-    def _weigh_reserve(self, seconds: float) -> bool:
-        """Ask for a plan with a larger reserve, or end trying. Return whether a plan that was tried has taken over again."""
-        reserve = self._reserve
-        reserve.iteration_ended(seconds)
-        now = reserve.shown(self._now)
-        if now is None or self._background.busy:
-            return False
-        more = reserve.next_raise(now, self._now.expected.iteration_seconds)
-        if not more:
-            return reserve.raised and self._settle(now)
-        trace, budgets = self._now.profile.trace, self._now.plan.budgets
-        tight = budgets.model_copy(update={"device_bytes": budgets.device_bytes - more})
-        self._asked = now
-        self._background.start(trace, tight, lambda new: self._if_it_pays(now, trace, new))
-        return False
-
-    def _if_it_pays(self, now: Tried[_InForce], trace: planner.Trace, new: planner.Plan) -> planner.Plan:
-        """Return the new plan, with a larger reserve, if it is to be tried; else the one in force."""
-        pays = self._reserve.pays(now, planner.simulate(trace, new).iteration_seconds)
-        return new if pays else self._now.plan
-
-    def _try_more(self, now: Tried[_InForce], after: _InForce) -> bool:
-        raise_bytes = now.followed.plan.budgets.device_bytes - after.plan.budgets.device_bytes
-        logger.info(
-            "the allocator runs short of memory in one piece, %d times in the latest iterations, which take %.3f s: a plan that "
-            "leaves %s bytes more of it free promises %.3f s and is tried",
-            now.retries,
-            now.seconds,
-            f"{raise_bytes:,}",
-            after.expected.iteration_seconds,
-        )
-        self._reserve.try_more(raise_bytes, now)
-        self._follow(after)
-        return True
-
-    def _settle(self, now: Tried[_InForce]) -> bool:
-        """End trying, and return to the plan that was best. Return whether that is another one."""
-        best = self._reserve.settle(now).followed
-        if best is self._now:
-            return False
-        self._follow(best)
-        return True
-
     # -- planning again
 
     def _look_for_drift(self) -> None:
@@ -319,39 +267,29 @@ class PlanFollower:
         promised = planner.simulate(trace, new)
         old = self._old_plan_for(trace)
         kept = _replay(trace, old)
-        if kept is None or promised.iteration_seconds < kept.iteration_seconds * (1 - WORTHWHILE):
+        if kept is None or promised.iteration_seconds < kept.iteration_seconds * (1 - _WORTHWHILE):
             return new
         return _promise(old, new, trace, kept)
 
     def _decide(self, made: PlanMade) -> bool:
         """Follow the plan that was chosen, on this rank or for all of them. Return whether it is another one than before."""
         now, trace, plan = self._now, made.trace, made.plan
-        asked, self._asked = self._asked, None
         self._since = 0
-        if asked is not None and plan is now.plan:
-            return self._settle(asked)
         try:
             promised = planner.simulate(trace, plan)
         except TeraioError as error:
             logger.warning("no new plan could be made, the old one stays in force: %s", error)
             return False
         after = _InForce.of(replace(now.profile, trace=trace), plan, promised)
-        if asked is not None:
-            return self._try_more(asked, after)
         another = _decisions(plan) != _decisions(now.plan)
         self._tell(promised, _replay(trace, self._old_plan_for(trace)), another=another)
         if another:
-            self._follow(after)
+            self._cursor.change(after.schedule, due=planned_starts(after.plan.moves, after.schedule.reruns.count).due)
+            self._enforce(after)
         else:
             self._enforce(replace(after, schedule=now.schedule, corrections=now.corrections, thinned=now.thinned))
-            self._save()
-        return another
-
-    def _follow(self, after: _InForce) -> None:
-        """Let another plan take over."""
-        self._cursor.change(after.schedule, due=planned_starts(after.plan.moves, after.schedule.reruns.count).due)
-        self._enforce(after)
         self._save()
+        return another
 
     def _save(self) -> None:
         trace, plan = self._now.profile.trace, self._now.plan

@@ -25,9 +25,7 @@ logger = logging.getLogger("teraio")
 
 
 class Allocator(Protocol):
-    """An allocator that counts. spare_bytes: the part of the budget that no block may use, see [Note: Memory in gaps]."""
-
-    spare_bytes: int
+    """An allocator that counts."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -36,9 +34,6 @@ class Allocator(Protocol):
     @property
     def retries(self) -> int:
         """How often so far it had to take free memory away to serve a request."""
-
-    def describe_pools(self) -> str:
-        """Say for people how much memory is in use, and how much lies free, for stages and for all others. May take long."""
 
 
 # Two links are independent if together they carry at least this share of the sum of what each carries alone.

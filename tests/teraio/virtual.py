@@ -67,8 +67,6 @@ class TimedMover(MemoryMover):
 
     # -- what a follower asks of the machine
 
-    allocator: Any = None
-
     def moved_bytes(self) -> dict[str, int]:
         return dict(self.moved)
 
