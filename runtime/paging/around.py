@@ -24,7 +24,7 @@ from runtime.paging.block import OFFLOADED, OFFLOADING, ON_DEVICE, PREFETCHING, 
 from runtime.paging.mover import in_file
 from runtime.paging.pieces import StagePieces
 from runtime.paging.room import PrefetchQueue, RoomMaker, out_of_memory
-from runtime.paging.state import PagerState, awaited
+from runtime.paging.state import PagerPart, PagerState, awaited
 from runtime.paging.transitions import BlockTransitions
 from runtime.storage import RangeCopy
 from runtime.system import checkpoint, first_of
@@ -46,17 +46,12 @@ class _Need(NamedTuple):
     piece_bytes: int = 0
 
 
-class Stages:
+class Stages(PagerPart):
     """Gives each stage its memory, and user code what it can reach between regions. Each public method takes the lock."""
 
     def __init__(self, state: PagerState, transitions: BlockTransitions, prefetches: PrefetchQueue, room: RoomMaker) -> None:
-        self.device = state.device
-        self._mover = state.mover
-        self._tiers = state.mover.tiers
-        self.account = state.account
-        self.table = state.table
-        self._signal = state.signal
-        self._lock = state.signal.lock
+        super().__init__(state)
+        self.device, self.account, self.table = state.device, state.account, state.table
         self._transitions = transitions
         self._prefetches = prefetches
         self._room = room
@@ -254,16 +249,11 @@ def in_reach_and_away(table: Iterable[Block]) -> Iterator[Block]:
             yield block
 
 
-class Lending:
+class Lending(PagerPart):
     """Lends slots to updates, which change blocks where they wait: see [Note: Lent slots]. Each public method takes the lock."""
 
     def __init__(self, state: PagerState, transitions: BlockTransitions) -> None:
-        self._mover = state.mover
-        self._tiers = state.mover.tiers
-        self._account = state.account
-        self._table = state.table
-        self._signal = state.signal
-        self._lock = state.signal.lock
+        super().__init__(state)
         self._transitions = transitions
 
     def lend(self, blocks: Sequence[Block]) -> None:

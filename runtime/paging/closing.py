@@ -9,21 +9,17 @@ from planner.errors import StorageError
 from runtime.paging.around import in_reach_and_away
 from runtime.paging.block import DROPPED, OFFLOADED, ON_DEVICE, Block
 from runtime.paging.room import PrefetchQueue, by_next_use
-from runtime.paging.state import PagerState, awaited
+from runtime.paging.state import PagerPart, PagerState, awaited
 from runtime.paging.transitions import BlockTransitions
 
 _STILL = (ON_DEVICE, OFFLOADED, DROPPED)
 
 
-class Closing:
+class Closing(PagerPart):
     """Brings blocks back, and leaves the rest behind. Each public method takes the lock, and is for the training thread."""
 
     def __init__(self, state: PagerState, transitions: BlockTransitions, prefetches: PrefetchQueue) -> None:
-        self._account = state.account
-        self._device = state.device
-        self._mover = state.mover
-        self._signal = state.signal
-        self._table = state.table
+        super().__init__(state)
         self._transitions = transitions
         self._prefetches = prefetches
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging.block import OFFLOADED, Block
 from runtime.paging.room import PrefetchQueue, RoomMaker, by_next_use
-from runtime.paging.state import PagerState
+from runtime.paging.state import PagerPart, PagerState
 
 TOO_SMALL = f"in blocks of less than {MIN_MOVED_BYTES:,} bytes, and in small optimizer states"
 NOT_MOVABLE = "in memory that is not teraio's to move"
@@ -13,14 +13,11 @@ HELD = "held by teraio.on_device"
 NO_ROOM = "no lower tier has room"
 
 
-class Parking:
+class Parking(PagerPart):
     """Empties the device between two regions, and fills it again. Each public method takes the lock."""
 
     def __init__(self, state: PagerState, prefetches: PrefetchQueue, room: RoomMaker) -> None:
-        self._account = state.account
-        self._device = state.device
-        self._mover = state.mover
-        self._lock = state.signal.lock
+        super().__init__(state)
         self._prefetches = prefetches
         self._room = room
         self._due: dict[Block, None] = {}

@@ -18,7 +18,7 @@ import torch
 
 from runtime.device import MIN_MOVED_BYTES, DeviceMemoryError, Pieces
 from runtime.paging.block import ON_DEVICE, Block
-from runtime.paging.state import PagerState
+from runtime.paging.state import PagerPart, PagerState
 
 # For a piece of this part of the budget blocks make way, and then for the smaller ones of its stage: they could take its place.
 _LARGE_SHARE = 64
@@ -33,13 +33,11 @@ class _Recorded(NamedTuple):
     new_bytes: int
 
 
-class StagePieces:
+class StagePieces(PagerPart):
     """What stages need in one piece, by name. All calls with the pager's lock held, by the training thread."""
 
     def __init__(self, state: PagerState) -> None:
-        self._account = state.account
-        self._device = state.device
-        self._mover = state.mover
+        super().__init__(state)
         self._seen: set[str] = set()
         self._known: dict[str, _Recorded] = {}
         self._short: set[str] = set()

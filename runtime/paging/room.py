@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterable, Sequence
 from planner.errors import BudgetError, StorageError, StorageFullError
 from runtime.paging.block import DROPPED, OFFLOADED, ON_DEVICE, PREFETCHING, Block, Source
 from runtime.paging.mover import nowhere
-from runtime.paging.state import CHECK_SECONDS, NO_LIMIT, PagerState
+from runtime.paging.state import CHECK_SECONDS, NO_LIMIT, PagerPart, PagerState
 from runtime.paging.transitions import BlockTransitions
 from runtime.system import checkpoint
 
@@ -39,13 +39,11 @@ _NEVER = 1 << 62
 _NOT_FETCHED = (ON_DEVICE, PREFETCHING, DROPPED)
 
 
-class RoomMaker:
+class RoomMaker(PagerPart):
     """Lets blocks leave where the account, or the device's allocator, is short. All calls with the pager's lock held."""
 
     def __init__(self, state: PagerState, transitions: BlockTransitions) -> None:
-        self._state = state
-        self._account = state.account
-        self._signal = state.signal
+        super().__init__(state)
         self._transitions = transitions
 
     def make_room(self, blocks: Sequence[Block], new_bytes: int, what: str) -> None:
@@ -109,7 +107,7 @@ class RoomMaker:
             self._transitions.reserve(0)
             if not counts:
                 account.evictions = evictions
-        self._state.device.give_back_memory()
+        self._device.give_back_memory()
 
     def evict(self, wanted_bytes: int, keep: Collection[Block] = ()) -> None:
         """Let blocks leave, but none of `keep`, until `wanted_bytes` are or will be free, or no block is left."""
@@ -153,13 +151,13 @@ class RoomMaker:
     def trim(self) -> None:
         """Let the device free memory that it keeps for reuse: the budget counts that as well."""
         if self._account.budget_bytes is not None:
-            self._state.device.trim(self._account.unused_bytes)
+            self._device.trim(self._account.unused_bytes)
 
     def _short_bytes(self, blocks: Sequence[Block], new_bytes: int) -> int:
         return self._account.short_bytes(_away_bytes(blocks) + new_bytes)
 
     def _too_small(self, what: str, budget_bytes: int, short_bytes: int) -> StorageError | BudgetError:
-        if not len(self._state.mover.tiers):
+        if not len(self._tiers):
             return nowhere()
         return BudgetError(smallest_bytes=budget_bytes + short_bytes, budget_bytes=budget_bytes, stage=what)
 
@@ -216,15 +214,15 @@ def _away_bytes(blocks: Sequence[Block]) -> int:
     return sum(block.size_bytes for block in blocks if block.state is OFFLOADED)
 
 
-class PrefetchQueue:
+class PrefetchQueue(PagerPart):
     """Begins prefetches in the order in which they were asked for, as soon as each has room. With the pager's lock held.
 
     in_user_code: no compiled region runs, so that no copy of a block that user code can reach may begin.
     """
 
     def __init__(self, state: PagerState, transitions: BlockTransitions) -> None:
+        super().__init__(state)
         self.in_user_code = True
-        self._account = state.account
         self._transitions = transitions
         self._waiting: deque[Block] = deque()
         self._beginning = False

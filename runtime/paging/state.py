@@ -270,3 +270,16 @@ class PagerState:
     account: MemoryAccount
     table: BlockTable
     signal: CopySignal
+
+
+class PagerPart:
+    """What works on one pager's state."""
+
+    def __init__(self, state: PagerState) -> None:
+        self._device = state.device
+        self._mover = state.mover
+        self._tiers = state.mover.tiers
+        self._account = state.account
+        self._table = state.table
+        self._signal = state.signal
+        self._lock = state.signal.lock

@@ -52,24 +52,20 @@ from planner.errors import StorageError, StorageFullError
 from planner.schema import WaitingTier
 from runtime.paging.block import DROPPED, OFFLOADED, OFFLOADING, ON_DEVICE, PREFETCHING, UPDATING, Block, State
 from runtime.paging.mover import in_file
-from runtime.paging.state import PagerState
+from runtime.paging.state import PagerPart, PagerState
 from runtime.storage import FileDiffers, Slot
 
 _SETTLED = (ON_DEVICE, OFFLOADED, DROPPED)
 
 
-class BlockTransitions:
+class BlockTransitions(PagerPart):
     """Moves blocks from state to state and counts them, see [Note: States of a block]. All calls with the pager's lock held.
 
     copy_ended: called after each copy, which may have freed memory.
     """
 
     def __init__(self, state: PagerState, *, copy_ended: Callable[[], None]) -> None:
-        self._account = state.account
-        self._table = state.table
-        self._mover = state.mover
-        self._tiers = state.mover.tiers
-        self._signal = state.signal
+        super().__init__(state)
         self._queued = state.account.queued_offloads
         self._copy_ended = copy_ended
 
