@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import mmap
 import threading
 from array import array
 from dataclasses import dataclass
@@ -133,12 +132,10 @@ class UnchangedChunks:
     """Knows which chunks of watched slots need no write, see [Note: Writes that change nothing]. Safe from several threads.
 
     read: reads a chunk. The processor must be able to read the memory at the addresses.
-    verify: read each chunk that needs no write again, and compare all bytes.
     """
 
-    def __init__(self, read: MoveChunk, *, verify: bool = False) -> None:
+    def __init__(self, read: MoveChunk) -> None:
         self._read = read
-        self._verify = verify
         self._lock = threading.Lock()
         self._known: WeakKeyDictionary[Slot, dict[FilePlace, int]] = WeakKeyDictionary()  # of watched slots
 
@@ -161,15 +158,10 @@ class UnchangedChunks:
             self._put(slot, chunk, _hash(chunk, address))
 
     def holds(self, slot: Slot, chunk: Chunk, address: int) -> bool:
-        """Whether the slot holds these bytes of the memory already; if not, they are going to be written. Waits for the hash.
-
-        Raises ChecksumError if `verify` finds that hashes are equal and bytes are not; StorageIOError.
-        """
+        """Whether the slot holds these bytes of the memory already; if not, they are going to be written. Waits for the hash."""
         _, known = self._take(slot, chunk)
         if known is None or known != _hash(chunk, address):
             return False
-        if self._verify:
-            self._compare(slot, chunk, address)
         self._put(slot, chunk, known)
         return True
 
@@ -186,24 +178,6 @@ class UnchangedChunks:
         with self._lock:
             if slot in self._known:
                 self._known[slot][chunk.file_place] = found
-
-    def _compare(self, slot: Slot, chunk: Chunk, address: int) -> None:
-        """Read a chunk again and compare it with the memory."""
-        with mmap.mmap(-1, chunk.length_bytes) as pages:
-            copy = (ctypes.c_char * chunk.length_bytes).from_buffer(pages)
-            self._read(slot, chunk, ctypes.addressof(copy) - chunk.slot_offset_bytes)
-            equal = copy.raw == chunk.memory(address).raw
-            expected = xxh3_128_intdigest(copy)
-            del copy  # the pages can only be closed after it
-        if not equal:
-            raise ChecksumError(
-                path=str(chunk.extent.path),
-                offset_bytes=chunk.file_offset_bytes,
-                block=slot.name,
-                expected=expected,
-                found=_hash(chunk, address),
-                remedy="what is on the drive is not what was read from it: run again with the option checksums",
-            )
 
 
 def _hash(chunk: Chunk, address: int) -> int:

@@ -26,7 +26,7 @@ class Engine:
     tier: the tier of the store. The links are called "device->storage" and "storage->device", or likewise with "host".
     memory: the memory that the addresses point to, by default main memory.
     checksums: check that every block is read as it was written, see [Note: What a checksum covers].
-    unchanged: do not write what a slot holds already, see [Note: Writes that change nothing]; "verify" compares all bytes, too.
+    unchanged: do not write what a slot holds already, see [Note: Writes that change nothing].
     threads: I/O threads per direction and drive.
     chunk_bytes: the smallest number of bytes that a thread copies at a time.
     stuck_after_seconds: if a drive needs longer for one chunk, it no longer answers, see `check`.
@@ -43,7 +43,7 @@ class Engine:
         tier: Literal["storage", "host"] = "storage",
         memory: TorchMemory | None = None,
         checksums: bool = False,
-        unchanged: bool | Literal["verify"] = False,
+        unchanged: bool = False,
         threads: int = 4,
         chunk_bytes: int = 8 << 20,
         stuck_after_seconds: float = 120.0,
@@ -57,8 +57,7 @@ class Engine:
             )
         self._checksums = Checksums(store.write_chunk, store.read_chunk) if checksums else None
         self.chunk_io: ChunkIO = self._checksums or store
-        can_compare = bool(unchanged) and self._memory.on_host
-        self._unchanged = UnchangedChunks(self.chunk_io.read_chunk, verify=unchanged == "verify") if can_compare else None
+        self._unchanged = UnchangedChunks(self.chunk_io.read_chunk) if unchanged and self._memory.on_host else None
         self._names = f"device->{tier}", f"{tier}->device"
         self._threads = threads
         self._chunk_bytes = align_up(chunk_bytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import platform
 from contextlib import ExitStack
-from typing import Literal
 
 import psutil
 
@@ -75,13 +74,12 @@ def _open_tiers(options: Options, budgets: ResolvedBudgets, shared: Shared, undo
     if budgets.host is not None:
         tiers.append(_open_host(budgets.host, options, shared, undo))
     if options.storage:
-        unchanged: bool | Literal["verify"] = "verify" if options.debug else True
 
         def open_engine(store: Store) -> Engine:
             return Engine(
                 store,
                 checksums=options.checksums,
-                unchanged=unchanged,
+                unchanged=True,
                 threads=io_threads(options),
                 stuck_after_seconds=options.storage_timeout,
             )

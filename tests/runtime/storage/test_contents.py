@@ -222,13 +222,3 @@ def test_a_released_slot_is_forgotten(unchanged: UnchangedChunks, store: PosixSt
     again = store.allocate(SIZE, "another block")
     assert again.extents == slot.extents
     assert not any(held(unchanged, again, memory))
-
-
-def test_verify_compares_the_bytes(store: PosixStore, slot: Slot, memory: Memory) -> None:
-    unchanged = UnchangedChunks(store.read_chunk, verify=True)
-    unchanged.watch(slot)
-    chunk = each(unchanged.read_chunk, slot, memory)[2]
-    assert all(held(unchanged, slot, memory))
-    flip_a_bit(chunk.extent, chunk.file_offset_bytes - chunk.extent.offset_bytes + 17)
-    with pytest.raises(ChecksumError, match=r"layers\.3\.weight"):
-        unchanged.holds(slot, chunk, memory.address)
