@@ -1,17 +1,21 @@
-"""The lanes, the clock and the memory of an NVIDIA GPU; and tensors over raw addresses, for copies that know nothing else."""
+"""The lanes, the clock and the memory of an NVIDIA GPU, also in pieces; and tensors over raw addresses, for copies."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
 
-from runtime.cuda.pieces import AllocatorPieces
+from runtime.cuda.compaction import gather, history_of, serve
 from runtime.device import COMPUTE, INWARD, MIN_MOVED_BYTES, OUTWARD, USER, DeviceBytes, DeviceMemoryError, Event, Lane
+
+_LONGEST_HISTORY = 100_000  # allocations and frees of one stage
+_PAGE_BYTES = 20 << 20  # the allocator takes memory in such units
+_LEFT_BYTES = 64 << 20  # for small blocks, which have pages of their own
 
 
 class CudaEvent:
@@ -63,8 +67,7 @@ class CudaStreams:
         # PyTorch hands out the 32 streams of each priority in turns. The I/O threads use the other priority, so they share none.
         self._streams = {lane: torch.cuda.Stream(self.device, priority=-1) for lane in own}  # type: ignore[no-untyped-call]
         self._streams[USER] = torch.cuda.current_stream(self.device)
-        compute = self._streams[COMPUTE]
-        self.pieces = AllocatorPieces(self.device, compute, self.allocate, lambda: self.limit_bytes or 0, lambda: self.in_region)
+        self.pieces = AllocatorPieces(self, self._streams[COMPUTE])
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
@@ -196,6 +199,73 @@ class CudaStreams:
 
     def _on_device(self, address: int, size_bytes: int) -> torch.Tensor:
         return device_bytes(address, size_bytes, self.device)
+
+
+class AllocatorPieces:
+    """`Pieces` of one GPU, and the `Pool` of its lane of computation. compute: the stream of that lane."""
+
+    def __init__(self, streams: CudaStreams, compute: torch.cuda.Stream) -> None:
+        self.allocate = streams.allocate
+        self._streams = streams
+        self._device = streams.device
+        self._compute = compute
+
+    # -- Pieces
+
+    def begin_recording(self) -> bool:
+        if torch._C._cuda_isHistoryEnabled():
+            return False  # the user records, and would lose it
+        self._record("all")
+        return True
+
+    def recorded(self, least_bytes: int) -> Sequence[int]:
+        trace = torch.cuda.memory._snapshot(self._device)["device_traces"][self._device.index]
+        self._record(None)
+        return history_of([event for event in trace if event["stream"] == self._compute.cuda_stream], least_bytes)
+
+    def gather(
+        self,
+        history: Sequence[int],
+        movable: Callable[[], MutableMapping[int, int]],
+        install: Callable[[int, torch.UntypedStorage], None],
+    ) -> None:
+        def move(address: int, fresh: torch.UntypedStorage) -> None:
+            size, device = fresh.nbytes(), self._device
+            with torch.cuda.stream(self._compute):
+                device_bytes(fresh.data_ptr(), size, device).copy_(device_bytes(address, size, device))
+            install(address, fresh)
+
+        if not self._streams.in_region:  # what user code queues comes before what is queued there only where a region begins
+            return
+        taken = self._all_segments()
+        own = self._own(taken)
+        if serve(own, history) or not all(segment["is_expandable"] for segment in own):
+            return  # it cannot be helped where the user's settings keep ranges apart
+        used = sum(s["total_size"] for s in taken if s["device"] == self._device.index)
+        room = (self._streams.limit_bytes or 0) - used - _LEFT_BYTES
+        if room >= _PAGE_BYTES:
+            # Taken piece by piece, it would lie in gaps that retries have left, and serve nothing large.
+            with contextlib.suppress(DeviceMemoryError):
+                self.allocate(room)
+        gather(self, history, movable, move)
+
+    # -- Pool
+
+    def segments(self) -> Sequence[Mapping[str, Any]]:
+        return self._own(self._all_segments())
+
+    def _all_segments(self) -> Sequence[Mapping[str, Any]]:
+        found: Sequence[Mapping[str, Any]] = torch.cuda.memory_snapshot(include_traces=False)  # type: ignore[no-untyped-call]
+        return found
+
+    def _own(self, segments: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        stream = self._compute.cuda_stream
+        large = (segment for segment in segments if segment["stream"] == stream and segment["segment_type"] == "large")
+        return [segment for segment in large if tuple(segment["segment_pool_id"]) == (0, 0)]  # no pool of the user's
+
+    def _record(self, what: str | None) -> None:
+        record = torch.cuda.memory._record_memory_history
+        record(what, context=None, stacks="python", max_entries=_LONGEST_HISTORY, clear_history=True)  # type: ignore[arg-type]
 
 
 def device_bytes(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:

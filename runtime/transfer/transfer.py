@@ -5,25 +5,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from planner.errors import StorageError
 from runtime.storage import Chunk, Slot
+
+if TYPE_CHECKING:
+    from runtime.transfer.link import Link
 
 OnDone = Callable[["Transfer"], None]
 # Waits until the memory may be read or written, and raises if it never will be. It is called before each chunk, so a second
 # call must be cheap.
 Ready = Callable[[], None]
-
-
-class TransferLink(Protocol):
-    """What a transfer needs from its link. health_check_seconds: time between two calls of `check` while waiting."""
-
-    name: str
-    health_check_seconds: float
-
-    def check(self) -> None: ...
-    def promote(self, transfer: Transfer) -> bool: ...
 
 
 class Transfer:
@@ -54,7 +47,7 @@ class Transfer:
     )
 
     def __init__(
-        self, link: TransferLink, slot: Slot, address: int, chunks: tuple[Chunk, ...], on_done: OnDone, ready: Ready | None
+        self, link: Link, slot: Slot, address: int, chunks: tuple[Chunk, ...], on_done: OnDone, ready: Ready | None
     ) -> None:
         self.slot = slot
         self.address = address
