@@ -26,7 +26,6 @@ class GivenOptions(TypedDict, total=False):
     mode: Literal["default", "max-autotune-no-cudagraphs"] | None
     storage_timeout: float | None
     storage_path: Literal["auto", "posix", "buffered", "kvikio", "staged"] | None
-    unlink_spill_files: bool | None
     checksums: bool | None
     debug: bool | None
     profile_iterations: int | None

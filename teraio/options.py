@@ -55,6 +55,7 @@ CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
 _REMOVED = {
     "live": "teraio.on_iteration tells a function of yours what each iteration took",
     "plan_cache_folder": "plans are kept in the folder teraio/plans below the one that the variable XDG_CACHE_HOME names",
+    "unlink_spill_files": "spill files never have a name",
     "user_writes": "what your code has changed is found out",
 }
 
@@ -74,13 +75,6 @@ class ExpertOptions:
 
     The page cache is host memory that no budget counts, so "auto" takes "buffered" only if the file system has no direct I/O.
     A path that cannot work on this machine is refused."""
-
-    unlink_spill_files: Switch = True
-    """Remove the names of spill files as soon as they are open, so that nothing is left on the drives even if the process is
-    killed. With `False`, the next run in the same directory removes what a run that was ended by a signal has left.
-
-    Without names, `spill_directories` in `teraio.status()` is empty, and tools like `du` do not see the files. On network file
-    systems a hidden file may stay until the process ends."""
 
     checksums: Switch = False
     """Check that every block that comes back from a drive is what was written; if not, training stops with ChecksumError.

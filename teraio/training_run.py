@@ -383,7 +383,7 @@ class TrainingRun:
 
     def status(self) -> Status:
         """Return a snapshot. Never waits. For any thread."""
-        phase, found, history, allocator = self._phase, self._findings, self._history, self._machine.allocator
+        phase, found, history, reserved_bytes = self._phase, self._findings, self._history, self._machine.reserved_bytes()
         follower = phase.follower
         drift = follower.drift if follower is not None else None
         trace = found.profile.trace if found.profile is not None else None
@@ -412,12 +412,11 @@ class TrainingRun:
             recompute_seconds=history.recompute_seconds,
             collective_seconds=history.collective_seconds,
             waited_for_ranks_seconds=None,
-            reserved_bytes=allocator.reserved_bytes if allocator is not None else None,
-            allocator_retries=allocator.retries if allocator is not None else None,
+            reserved_bytes=reserved_bytes,
+            allocator_retries=self._machine.device.retries if reserved_bytes is not None else None,
             replans=found.replans,
             trace_path=str(found.trace_path) if found.trace_path is not None else None,
             plan_path=str(found.plan_path) if found.plan_path is not None else None,
-            spill_directories=self._machine.spill_directories(),
             stages=self._stages,
             distinct_stages=self.stage_compiler.distinct_stages,
         )
@@ -487,14 +486,14 @@ class TrainingRun:
     @property
     def pytorch_bytes(self) -> int:
         """Bytes that PyTorch holds of the device, for all runs; on the CPU also those of blocks that have left."""
-        if self._machine.allocator is not None:
-            return self._machine.allocator.reserved_bytes
+        if (reserved_bytes := self._machine.reserved_bytes()) is not None:
+            return reserved_bytes
         return 0 if self._machine.memory is None else self._machine.memory.allocated_bytes
 
     @property
     def counted_bytes(self) -> int:
         """Bytes of `pytorch_bytes` that are those of its blocks."""
-        if self._machine.allocator is not None:
+        if self._machine.reserved_bytes() is not None:
             return sum(self.staying_bytes().values())
         return self._pager.size_bytes(movable=True) + self._pager.size_bytes(movable=False)
 

@@ -94,7 +94,6 @@ class Status:
     replans: int
     trace_path: str | None
     plan_path: str | None
-    spill_directories: tuple[str, ...]
     stages: int
     distinct_stages: int
 
@@ -105,8 +104,7 @@ class Status:
     @classmethod
     def of_text(cls, text: str) -> Status:
         """Return what `as_text` wrote."""
-        content = json.loads(text)
-        return cls(**{**content, "spill_directories": tuple(content["spill_directories"])})
+        return cls(**json.loads(text))
 
 
 def with_waiting(statuses: Mapping[int, Status]) -> dict[int, Status]:

@@ -6,6 +6,7 @@ from runtime.storage.host import HostStore
 from runtime.storage.kvikio import KvikioStore, load_kvikio
 from runtime.storage.mapped import map_slot
 from runtime.storage.posix import PosixStore, StagedStore
+from runtime.storage.slot_store import Store
 from runtime.storage.store import (
     ALIGNMENT_BYTES,
     Chunk,
@@ -14,7 +15,6 @@ from runtime.storage.store import (
     MoveChunk,
     RangeCopy,
     Slot,
-    Store,
     align_up,
     cut_slot,
     in_turns,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 from planner.errors import StorageError, StorageFullError, StorageIOError
-from runtime.storage.run_directory import SPILL_NAME, RunDirectory, close_descriptor, keep_from_children
-from runtime.storage.slot_store import FreeSpace, SlotStore
+from runtime.storage.descriptors import close_descriptor, keep_from_children
+from runtime.storage.slot_store import FreeSpace, Store
 from runtime.storage.store import ALIGNMENT_BYTES, Extent, Slot, align_up
 from runtime.storage.user_files import UserFiles
 
@@ -20,10 +21,11 @@ _GROWTH_BYTES = 64 << 20
 _DRIVE_FULL = (errno.ENOSPC, errno.EDQUOT)  # the drive, or the user's quota, is used up
 
 
-class FileSpace(SlotStore):
+class FileSpace(Store):
     """The base of all stores in files: slots in one preallocated file for each of `directories`.
 
-    A subclass adds the calls that copy a chunk. The files lie in a run directory under each of `directories`.
+    A subclass adds the calls that copy a chunk. The files lose their names before the call returns, so nothing is left of them
+    however the process ends.
 
     budget_bytes: limit of `capacity_bytes` over all directories. None: only the drives limit it.
     direct: use direct I/O if the file system allows it, else the page cache. False: always use the page cache. The attribute
@@ -46,11 +48,16 @@ class FileSpace(SlotStore):
         self.direct = all(file.direct for file in files)
         self.user_files = UserFiles(direct=direct)
         self._open.callback(self.user_files.close)
-        self._named = True
+        try:
+            self._open_again()
+            for file in files:
+                file.path.unlink()
+        except BaseException:
+            self.close()
+            raise
 
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        return tuple(file.path.parent for file in self._files.values()) if self._named else ()
+    def _open_again(self) -> None:
+        """Open the files in another way too, as long as they have names. By default in none."""
 
     @property
     def drives(self) -> tuple[int, ...]:
@@ -91,12 +98,7 @@ class FileSpace(SlotStore):
         elif not self._closed:
             self.user_files.release(slot)
 
-    def unlink(self) -> None:
-        self._named = False
-        for file in self._files.values():
-            file.unlink()
-
-    # -- for SlotStore, which holds the lock
+    # -- for Store, which holds the lock
 
     def _make_room(self, size_bytes: int, name: str) -> list[int]:
         shares = self._shares(size_bytes)
@@ -193,29 +195,33 @@ class FileSpace(SlotStore):
 
 
 class SpillFile:
-    """A file in a run directory of its own under `parent`, grown in preallocated steps, with its free bytes.
+    """A file in the directory `parent`, grown in preallocated steps, with its free bytes.
 
     Not thread-safe: the store's lock guards it.
 
     descriptor: for reads and writes. drive: number of the file system. Files with the same number share its free bytes.
     direct: try to bypass the page cache. The attribute tells whether reads and writes do so: a real write and a real read
-    at the start show whether the file system allows it.
+    at the start show whether the file system allows it. path: of the file as long as it has a name; for messages.
     Raises StorageError if the file cannot be created.
     """
 
     def __init__(self, parent: Path, *, direct: bool) -> None:
-        self._run = RunDirectory(parent)
-        self.path = self._run.path / SPILL_NAME
+        if not parent.is_dir():
+            found = "is not a directory" if parent.exists() else "does not exist"
+            raise StorageError(f"storage {str(parent)!r} {found}; create it, or give a directory on a fast drive")
+        self.path = parent / f"teraio-{os.getpid()}-{secrets.token_hex(8)}.spill"
         self.free = FreeSpace()
         with ExitStack() as undo:
-            undo.callback(self._run.close)
+            undo.callback(self.path.unlink, missing_ok=True)
             try:
                 # Two descriptors: the C library may preallocate by writing single bytes, which direct I/O refuses.
                 self._buffered = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
                 undo.callback(os.close, self._buffered)
-                unbuffered = _open_direct(self.path, self._buffered) if direct else None
+                unbuffered = _open_direct(self._buffered) if direct else None
             except OSError as error:
-                raise StorageError(f"cannot create a spill file: {error}; give another storage directory") from error
+                raise StorageError(
+                    f"cannot create a spill file: {error}; give a storage directory that you can write to"
+                ) from error
             undo.pop_all()
         self.direct = unbuffered is not None
         self.descriptor = self._buffered if unbuffered is None else unbuffered
@@ -229,12 +235,6 @@ class SpillFile:
         return self.free.size_bytes
 
     @property
-    def cut_short(self) -> bool:
-        """Whether somebody has made the file shorter. A write behind its end makes it long again, with zeros."""
-        known = self.size_bytes  # first: another thread may grow the file meanwhile, and makes it longer before it says so
-        return os.fstat(self._buffered).st_size < known
-
-    @property
     def available_bytes(self) -> int:
         """Bytes that the file system has free for this user."""
         system = os.fstatvfs(self._buffered)  # `f_bavail`: what is kept for the superuser is not free
@@ -242,8 +242,6 @@ class SpillFile:
 
     def grow(self, more_bytes: int) -> None:
         """Reserve `more_bytes` (aligned) at the end. Waits for the file system. Raises OSError; then the size stays the same."""
-        if self.cut_short:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
         try:
             os.posix_fallocate(self._buffered, self.size_bytes, more_bytes)
         except OSError:
@@ -252,21 +250,17 @@ class SpillFile:
             raise
         self.free.grow(more_bytes)
 
-    def unlink(self) -> None:
-        """Remove its name, and its directory. The bytes stay usable."""
-        self._run.close()
-
     def close(self) -> None:
         """Remove the file. Nothing may be reading or writing."""
+        self.path.unlink(missing_ok=True)
         for each in {self._buffered, self.descriptor}:
             close_descriptor(each)
-        self._run.close()
 
 
-def _open_direct(path: Path, buffered: int) -> int | None:
-    """Open a new, empty file for direct I/O, and try a write and a read. Return the descriptor, None if they do not work."""
+def _open_direct(buffered: int) -> int | None:
+    """Open a new, empty file for direct I/O too, and try a write and a read. Return the descriptor, None if they do not work."""
     try:
-        direct = os.open(path, os.O_RDWR | os.O_DIRECT)
+        direct = os.open(f"/proc/self/fd/{buffered}", os.O_RDWR | os.O_DIRECT)
     except OSError:
         return None
     # Pages of their own: direct I/O needs aligned addresses.
@@ -286,7 +280,7 @@ def _open_direct(path: Path, buffered: int) -> int | None:
 
 def _drive_full(needed: int, file: SpillFile) -> str:
     return (
-        f"{needed:,} more bytes are needed in {file.path.parent.parent}, but its file system has "
+        f"{needed:,} more bytes are needed in {file.path.parent}, but its file system has "
         f"{file.available_bytes:,} bytes free; free some, give storage on a larger drive or several "
         "directories, or raise memory_budget"
     )

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from planner.errors import StorageError, StorageFullError
-from runtime.storage.slot_store import FreeSpace, SlotStore
+from runtime.storage.slot_store import FreeSpace, Store
 from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, FilePlace, Slot
 from runtime.system import PIN_CHUNK_BYTES, HostLimit, Pinner, check_host_memory, host_limits, on_processors
 
@@ -23,16 +23,15 @@ _MAX_FAULT_THREADS = 8
 _log = logging.getLogger(__name__)
 
 
-class HostStore(SlotStore):
+class HostStore(Store):
     """A `Store` in `size_bytes` of main memory. Its reads and writes are copies that release the interpreter's lock.
 
     The slab stays at `address`, so that a GPU can copy from and to `address_of(extent)` by itself. Its pages can also be
     mapped elsewhere by an extent's descriptor and offset. A block gets several extents if no hole is large enough for it.
     No extent crosses a multiple of PIN_CHUNK_BYTES.
 
-    prefault: take all pages from the system now, in threads on `processors` (see `processors_near`). False: each page
-    is taken when it is first written.
-    pinner: pins the slab, and implies `prefault`. If pinning fails, `pinned` is False and a warning says why.
+    pinner: pins the slab, after all pages were taken from the system, in threads on `processors` (see `processors_near`). If that
+    fails, `pinned` is False and a warning says why. None: each page is taken when it is first written.
     limits: of the machine, by default those that hold now.
     Raises StorageFullError if a limit is too low, StorageError if the memory cannot be mapped.
     """
@@ -41,7 +40,6 @@ class HostStore(SlotStore):
         self,
         size_bytes: int,
         *,
-        prefault: bool = False,
         processors: frozenset[int] | None = None,
         pinner: Pinner | None = None,
         limits: Sequence[HostLimit] | None = None,
@@ -59,9 +57,8 @@ class HostStore(SlotStore):
         try:
             self._spaces[self._slab.descriptor] = free = FreeSpace()
             free.grow(size)
-            if prefault or pinner is not None:
-                self._slab.prefault(processors)
             if pinner is not None:
+                self._slab.prefault(processors)
                 self._pin(pinner)
         except BaseException:
             self.close()
@@ -82,10 +79,6 @@ class HostStore(SlotStore):
         return self._slab.address + extent.offset_bytes
 
     @property
-    def directories(self) -> tuple[Path, ...]:
-        return ()
-
-    @property
     def drives(self) -> tuple[int, ...]:
         return (0,)
 
@@ -102,9 +95,6 @@ class HostStore(SlotStore):
                 "host_budget, or give storage"
             )
 
-    def unlink(self) -> None:
-        """Do nothing: the slab has no name."""
-
     def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         self._check_owned(slot, chunk.extent)
         ctypes.memmove(self._slab.address + chunk.file_offset_bytes, address + chunk.slot_offset_bytes, chunk.length_bytes)
@@ -119,7 +109,7 @@ class HostStore(SlotStore):
         if extent.file_descriptor != self._slab.descriptor:  # its offsets could lead anywhere in this process's memory
             raise StorageError(f"the slot of block {slot.name!r} is not of this store; this is a bug in teraio, please report it")
 
-    # -- for SlotStore, which holds the lock
+    # -- for Store, which holds the lock
 
     def _make_room(self, size_bytes: int, name: str) -> list[int]:
         free = self._free_bytes

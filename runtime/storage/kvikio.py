@@ -45,9 +45,8 @@ class KvikioStore(FileSpace):
         kvikio: Any = None,
     ) -> None:
         self._kvikio = load_kvikio() if kvikio is None else kvikio
-        super().__init__(directories, budget_bytes=budget_bytes)
         self._task_bytes = task_bytes
-        settings = {
+        self._settings = {
             "num_threads": threads,
             "task_size": task_bytes,
             "bounce_buffer_size": task_bytes,
@@ -55,14 +54,13 @@ class KvikioStore(FileSpace):
             "auto_direct_io_read": True,
             "auto_direct_io_write": True,
         }
-        try:
-            self._open.enter_context(self._kvikio.defaults.set(settings))
-            self._handles, self.bypasses_host = self._open_files()
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(directories, budget_bytes=budget_bytes)
         how = "GPUDirect Storage" if self.bypasses_host else "compatibility mode (POSIX + bounce buffer)"
         self.description = f"kvikio {self._kvikio.__version__}, {how}"
+
+    def _open_again(self) -> None:
+        self._open.enter_context(self._kvikio.defaults.set(self._settings))
+        self._handles, self.bypasses_host = self._open_files()
 
     def slot_in_file(self, name: str, path: Path, offset_bytes: int, size_bytes: int) -> Slot:
         slot = super().slot_in_file(name, path, offset_bytes, size_bytes)
@@ -140,8 +138,8 @@ class KvikioStore(FileSpace):
 
     def _handles_of_files(self, undo: ExitStack) -> dict[int, Any]:
         handles = {}
-        for descriptor, file in self._files.items():
-            handles[descriptor] = self._kvikio.CuFile(file.path, "r+")
+        for descriptor in self._files:
+            handles[descriptor] = self._kvikio.CuFile(f"/proc/self/fd/{descriptor}", "r+")
             undo.callback(handles[descriptor].close)
         return handles
 

@@ -10,7 +10,8 @@ import weakref
 import torch
 
 from planner.errors import StorageError
-from runtime.storage.store import Slot, Store
+from runtime.storage.slot_store import Store
+from runtime.storage.store import Slot
 
 _NO_ACCESS, _FIXED, _PRIVATE, _ANONYMOUS = 0, 0x10, mmap.MAP_PRIVATE, mmap.MAP_ANONYMOUS
 _FAILED = ctypes.c_void_p(-1).value

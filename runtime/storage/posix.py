@@ -26,22 +26,15 @@ class PosixStore(FileSpace):
     """A `Store` between host memory and the files of a `FileSpace`."""
 
     def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
-        self._check_whole("write", slot, chunk)
+        self._check_readable(slot.of or slot)  # the number of a closed descriptor may be another file's
         _copy("write", os.pwritev, slot, chunk, address)
 
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
+        self._check_readable(slot.of or slot)
         if slot.file is not None:
-            self._check_readable(slot)
             slot.file.read_chunk(slot, chunk, address)
-            return
-        self._check_whole("read", slot, chunk)
-        _copy("read", os.preadv, slot, chunk, address)
-
-    def _check_whole(self, action: str, slot: Slot, chunk: Chunk) -> None:
-        """Raise StorageIOError if somebody has cut the file short, StorageError if the store is closed."""
-        self._check_readable(slot.of or slot)  # the number of a closed descriptor may be another file's
-        if self._files[chunk.extent.file_descriptor].cut_short:
-            raise io_error(f"{action} beyond the end of the file", slot, chunk, None)
+        else:
+            _copy("read", os.preadv, slot, chunk, address)
 
 
 def _copy(action: str, call: Callable[[int, list[memoryview], int], int], slot: Slot, chunk: Chunk, address: int) -> None:
@@ -56,7 +49,7 @@ def _copy(action: str, call: Callable[[int, list[memoryview], int], int], slot: 
             count = call(chunk.extent.file_descriptor, [view[done:]], chunk.file_offset_bytes + done)
         except OSError as error:
             raise io_error(action, slot, chunk, error.errno) from error
-        if count == 0:  # a read finds no bytes there: the file has become shorter since it was checked
+        if count == 0:  # a read finds no bytes there: somebody has made the file shorter
             raise io_error(f"{action} beyond the end of the file", slot, chunk, None)
         done += count
 

@@ -19,8 +19,13 @@ _length = itemgetter(1)
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate, in <linux/falloc.h>
 
 
-class SlotStore(ABC):
-    """Keeps the set of slots in use, guarded by `_lock`. A subclass says where their bytes lie, and copies them.
+class Store(ABC):
+    """Hands out slots and copies bytes between them and memory. All calls are safe from several threads.
+
+    Addresses are aligned and point to `slot.size_bytes` bytes. The caller owns this memory. Until the call has returned,
+    nobody may free it, and nobody may change bytes that are being written.
+
+    Here is the set of slots in use, guarded by `_lock`. A subclass says where their bytes lie, and copies them: see `ChunkIO`.
 
     A slot consists of one contiguous range in each of the `_spaces`. If there is no such range, it is put together from the
     largest holes instead, so that all of the capacity can be used. It is taken or released completely or not at all, also if
@@ -40,11 +45,33 @@ class SlotStore(ABC):
         self._used_bytes = 0
 
     @property
+    @abstractmethod
+    def drives(self) -> tuple[int, ...]:
+        """The drives that extents lie on, each once. A link has a queue for each of them."""
+
+    @property
+    @abstractmethod
+    def limit_bytes(self) -> int:
+        """The highest value that `capacity_bytes` can reach now, given the storage budget and the free bytes of the drives."""
+
+    @abstractmethod
+    def ensure_capacity(self, size_bytes: int) -> None:
+        """Reserve bytes until `capacity_bytes` is at least `size_bytes`. Waits for the file system. Raises StorageFullError."""
+
+    @abstractmethod
+    def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None: ...
+
+    @abstractmethod
+    def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None: ...
+
+    @property
     def used_bytes(self) -> int:
+        """Bytes that slots take."""
         return self._used_bytes
 
     @property
     def capacity_bytes(self) -> int:
+        """Bytes that are reserved on the drives, used or not."""
         return sum([space.size_bytes for space in self._spaces.values()])
 
     @property
@@ -52,6 +79,11 @@ class SlotStore(ABC):
         return sum([space.free_bytes for space in self._spaces.values()])
 
     def allocate(self, size_bytes: int, name: str) -> Slot:
+        """Return a slot for a block. Its content is undefined.
+
+        Reserves more bytes on the drives if needed, and then waits for the file system.
+        Raises StorageFullError if the drives or the storage budget have too few bytes left.
+        """
         size = align_up(max(size_bytes, 1))
         with self._lock:
             self._check_open()
@@ -66,6 +98,7 @@ class SlotStore(ABC):
             return slot
 
     def release(self, slot: Slot) -> None:
+        """Take a slot back. Nothing may read, write or map it any more. Raises StorageError if it is not in use."""
         with self._lock:
             if self._closed:  # which released all slots
                 return
@@ -81,11 +114,16 @@ class SlotStore(ABC):
             self._used_bytes = used
 
     def keep(self, slot: Slot) -> Callable[[], None]:
+        """Let a slot that is in use outlive `close`: its bytes can be read until what is returned is called, at any line."""
         with self._lock:
             self._kept[slot] += 1
         return partial(self._release_kept, slot)
 
     def close(self) -> None:
+        """Free the bytes. Nothing may be reading or writing. Mappings stay readable. May be called again.
+
+        With slots of `keep`, only what is in no such slot is freed now; these are when each is released.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -97,7 +135,6 @@ class SlotStore(ABC):
             if not self._kept:
                 self._free_everything()
             else:
-                self.unlink()
                 self._free_all_but(list(self._kept))
         self._drop_gone_unless_busy()
 
@@ -149,15 +186,6 @@ class SlotStore(ABC):
         """Give bytes back to the system. Where a file system cannot do that, they are free when the file is closed."""
         for file, offset, length in ranges:
             punch_hole(file, offset, length)
-
-    @abstractmethod
-    def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None: ...
-
-    @abstractmethod
-    def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None: ...
-
-    @abstractmethod
-    def unlink(self) -> None: ...
 
     @abstractmethod
     def _make_room(self, size_bytes: int, name: str) -> Sequence[int]:

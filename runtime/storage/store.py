@@ -1,4 +1,4 @@
-"""Slots in preallocated files or memory, and the interface of the stores that hand them out and copy their bytes."""
+"""Slots in preallocated files or memory, how they are cut into chunks, and what copies those."""
 
 from __future__ import annotations
 
@@ -188,59 +188,6 @@ class ChunkIO(Protocol):
 
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         """Read one chunk of a slot. Waits until it is read. Raises StorageIOError; the memory is undefined then."""
-
-
-class Store(ChunkIO, Protocol):
-    """Hands out slots and copies bytes between them and memory. All calls are safe from several threads.
-
-    Addresses are aligned and point to `slot.size_bytes` bytes. The caller owns this memory. Until the call has returned,
-    nobody may free it, and nobody may change bytes that are being written.
-    """
-
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        """The directories of this run's files, which hold nothing else. `close` removes them. None after `unlink`."""
-
-    @property
-    def drives(self) -> tuple[int, ...]:
-        """The drives that extents lie on, each once. A link has a queue for each of them."""
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes that are reserved on the drives, used or not."""
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that slots take."""
-
-    @property
-    def limit_bytes(self) -> int:
-        """The highest value that `capacity_bytes` can reach now, given the storage budget and the free bytes of the drives."""
-
-    def ensure_capacity(self, size_bytes: int) -> None:
-        """Reserve bytes until `capacity_bytes` is at least `size_bytes`. Waits for the file system. Raises StorageFullError."""
-
-    def allocate(self, size_bytes: int, name: str) -> Slot:
-        """Return a slot for a block. Its content is undefined.
-
-        Reserves more bytes on the drives if needed, and then waits for the file system.
-        Raises StorageFullError if the drives or the storage budget have too few bytes left.
-        """
-
-    def release(self, slot: Slot) -> None:
-        """Take a slot back. Nothing may read, write or map it any more. Raises StorageError if it is not in use."""
-
-    def keep(self, slot: Slot) -> Callable[[], None]:
-        """Let a slot that is in use outlive `close`: its bytes can be read until what is returned is called, at any line."""
-
-    def unlink(self) -> None:
-        """Remove the files' names and directories now. The bytes stay usable, and are free as soon as the process ends."""
-
-    def close(self) -> None:
-        """Remove the files. Nothing may be reading or writing. Mappings stay readable. May be called again.
-
-        With slots of `keep`, only what is in no such slot is freed now; these are when each is released.
-        """
 
 
 class RangeCopy(Protocol):

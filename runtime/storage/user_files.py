@@ -31,7 +31,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from planner.errors import StorageError, StorageIOError
-from runtime.storage.run_directory import close_descriptor, keep_from_children
+from runtime.storage.descriptors import close_descriptor, keep_from_children
 from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot, align_up, content_of, cut_chunk, io_error
 
 _COMPARED_BYTES = 1 << 20

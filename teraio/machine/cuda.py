@@ -71,7 +71,7 @@ def open_cuda(
             mover=CheckedMover(mover, mover.read) if mover is not None and options.debug else mover,
             tiers=tiers,
             bus=_shared(tiers),
-            allocator=streams,
+            reserved_bytes=lambda: streams.reserved_bytes,
             free_bytes=lambda: streams.free_bytes,
             lift_limit=lambda: _lift_limit(streams),
             undo=undo.pop_all(),

@@ -6,9 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import planner
 from planner.errors import StorageFullError
@@ -22,18 +20,6 @@ from teraio.machine.budgets import ResolvedBudgets
 from teraio.options import Options
 
 logger = logging.getLogger("teraio")
-
-
-class Allocator(Protocol):
-    """An allocator that counts."""
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes that it has taken from the device, handed out or not."""
-
-    @property
-    def retries(self) -> int:
-        """How often so far it had to take free memory away to serve a request."""
 
 
 # Two links are independent if together they carry at least this share of the sum of what each carries alone.
@@ -126,7 +112,8 @@ class Machine:
 
     mover: None if there is no lower tier. memory: the memory that stages allocate from; None if it cannot be measured.
     measured_runs: in how many of its runs a stage is measured there; None for all. tiers: the lower tiers, fastest first.
-    bus: rates that links of different tiers share. allocator: counts what it takes from the device; None on the CPU.
+    bus: rates that links of different tiers share. reserved_bytes: returns what an allocator has taken from the device, handed
+    out or not; None on the CPU.
     trim: frees memory that is kept for reuse and exceeds what the budget leaves; for a time when no block is away.
     free_bytes: returns what the device has free, whatever the budget; 0 where nobody needs more than the budget at the end.
     lift_limit: allows the device to hold more than the budget, for the end. undo: closes everything.
@@ -141,7 +128,7 @@ class Machine:
     mover: Mover | None
     tiers: Sequence[OpenTier] = ()
     bus: tuple[planner.SharedRate, ...] = ()
-    allocator: Allocator | None = None
+    reserved_bytes: Callable[[], int | None] = lambda: None
     trim: Callable[[], None] = lambda: None
     free_bytes: Callable[[], int] = lambda: 0
     lift_limit: Callable[[], None] = lambda: None
@@ -215,10 +202,6 @@ class Machine:
         """Return the seconds in which each link was copying since the start, by link."""
         return {link: seconds for each in self.tiers for link, seconds in each.busy_seconds().items()}
 
-    def spill_directories(self) -> tuple[str, ...]:
-        """Return the directories of the spill files."""
-        return tuple(str(path) for each in self.tiers for path in each.tier.store.directories)
-
     def close(self) -> None:
         """Stop the I/O threads, free the host tier and remove the spill files. A failure of one does not keep the others.
 
@@ -237,8 +220,6 @@ def open_storage(
     forced = None if options.storage_path == "auto" else options.storage_path
     drives = tuple(path.stat().st_dev for path in options.storage if path.is_dir())  # a missing one is reported when it is opened
     key = device, drives, forced, options.checksums
-    if options.unlink_spill_files:
-        candidates = [replace(each, open=partial(_open_unlinked, each)) for each in candidates]
     path: StoragePath
     if key in shared.storage:
         path = open_path(candidates, *shared.storage[key], open_engine=open_engine)
@@ -248,9 +229,3 @@ def open_storage(
     undo.callback(path.store.close)
     undo.callback(path.engine.close)
     return OpenTier.with_threads("storage", path.store, path.engine, path.rates, path.name)
-
-
-def _open_unlinked(candidate: PathCandidate) -> Store:
-    store = candidate.open()
-    store.unlink()
-    return store

@@ -24,7 +24,7 @@ KINDS: list[tuple[dict[str, Any], type[torch.optim.Optimizer]]] = [
     ({"memory_budget": 16 * MIB, "host_budget": 32 * MIB}, torch.optim.AdamW),
     ({"memory_budget": 12 * MIB, "storage": True, "checksums": True}, torch.optim.SGD),
     ({"memory_budget": 18 * MIB, "storage": True, "host_budget": 8 * MIB}, torch.optim.Adam),
-    ({"memory_budget": 14 * MIB, "storage": True, "unlink_spill_files": True}, torch.optim.AdamW),
+    ({"memory_budget": 14 * MIB, "storage": True}, torch.optim.AdamW),
 ]
 TRAININGS = by_profile(ci=10, long=50)
 WARM_UP = by_profile(ci=1, long=2) * len(KINDS)

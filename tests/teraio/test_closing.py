@@ -41,14 +41,14 @@ def files() -> dict[int, int]:
             target, status = os.readlink(f"/proc/self/fd/{name}"), os.stat(f"/proc/self/fd/{name}")
         except FileNotFoundError:
             continue
-        if "blocks.spill" in target or "teraio-host" in target:
+        if ".spill" in target or "teraio-host" in target:
             found[status.st_ino] = 512 * status.st_blocks
     return found
 
 
 def mapped() -> int:
     """Bytes of tensors that spill files are mapped over."""
-    ranges = (line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "blocks.spill" in line)
+    ranges = (line.split() for line in Path("/proc/self/maps").read_text().splitlines() if ".spill" in line)
     return sum(int(end, 16) - int(begin, 16) for begin, end in (each[0].split("-") for each in ranges))
 
 

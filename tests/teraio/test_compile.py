@@ -215,14 +215,12 @@ def test_the_new_budget_holds_and_the_bits_are_the_same(
     expected = train(plain, adam(plain), 0, 2 * steps)
     optimizer = adam(model)
     found = train(compiled(model, options(tmp_path, before)), optimizer, 0, steps)
-    (old,) = teraio.status()
     found += train(compiled(model, options(tmp_path, after)), optimizer, steps, steps)
 
     (new,) = teraio.status()
     assert found == expected and not unequal(list(model.parameters()), list(plain.parameters()))
     assert new.device_budget_bytes == after * MIB >= new.device_peak_bytes
     assert (new.moved_bytes["device->storage"] > 0) is (after < 32)
-    assert not any(Path(folder).exists() for folder in old.spill_directories)
 
 
 def test_states_are_under_the_new_budget_before_the_next_step(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from runtime.storage import Chunk, HostStore, PosixStore, Slot
 from teraio.machine import cpu
 
 from ..thoroughness import by_profile
-from ..training import Training, begin, blocks, random_rows, unequal
+from ..training import Training, begin, blocks, random_rows, spill_files, unequal
 
 # -- activations, which only teraio knows of
 
@@ -36,7 +36,7 @@ def train_activations(
     training = begin(
         lambda: nn.Sequential(*(layer for _ in range(10) for layer in (nn.Linear(64, 64), nn.Tanh()))),
         lambda module: [torch.optim.SGD(module.parameters(), lr=0.1)],
-        {**options, "unlink_spill_files": False},
+        options,
     )
     losses: list[float] = []
 
@@ -60,10 +60,8 @@ def undamaged() -> list[float]:
     return train_activations({})
 
 
-def flip_a_bit_of_every_page() -> None:
-    (status,) = teraio.status()
-    for directory in status.spill_directories:
-        (path,) = Path(directory).glob("*.spill")
+def flip_a_bit_of_every_page(folder: Path) -> None:
+    for path in spill_files(folder):
         content = bytearray(path.read_bytes())
         for place in range(3, len(content), 4096):  # signs of numbers
             content[place] ^= 0x80
@@ -76,9 +74,10 @@ def test_a_damaged_spill_file_stops_training_with_checksums_and_nobody_hears_of_
 ) -> None:
     options = {"memory_budget": "30MiB", "storage": tmp_path}
     with pytest.raises(ChecksumError, match="came back different") as raised:
-        train_activations({**options, "checksums": True}, meanwhile=flip_a_bit_of_every_page)
+        train_activations({**options, "checksums": True}, meanwhile=lambda: flip_a_bit_of_every_page(tmp_path))
     assert raised.value.path.startswith(str(tmp_path))
-    assert train_activations(options, tier="storage", meanwhile=flip_a_bit_of_every_page) != undamaged
+    found = train_activations(options, tier="storage", meanwhile=lambda: flip_a_bit_of_every_page(tmp_path))
+    assert found != undamaged
 
 
 def test_a_warning_says_what_cannot_be_checked(
@@ -204,12 +203,12 @@ CASES = [*zip(DAMAGES, itertools.cycle(OPTIONS), itertools.repeat(0), strict=Fal
 def test_no_damaged_byte_is_used(damage: Damage, seed: int, option: str, expected: list[Tensor], tmp_path: Path) -> None:
     draw = random.Random(seed)
     when = draw.randrange(2, STEPS - 1), draw.choice(["after forward", "after step"])
-    training = start_adamw({"memory_budget": "14MiB", "storage": tmp_path, "unlink_spill_files": False, option: True})
+    training = start_adamw({"memory_budget": "14MiB", "storage": tmp_path, option: True})
     damaged: list[Block] = []
     before: list[bytes] = []
 
     def moment(*now: object) -> None:
-        (file,) = tmp_path.glob("*/*.spill")
+        (file,) = spill_files(tmp_path)
         if now == when:
             block = damage_a_block(damage, file, before[-2], draw)
             damaged.extend([block] if block is not None else [])

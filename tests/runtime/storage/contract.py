@@ -253,22 +253,6 @@ class StoreContract:
             store.release(slot)
         assert store.used_bytes == 0
 
-    def test_files_without_a_name_are_as_good(self, case: StoreCase, store: Store) -> None:
-        directories = store.directories
-        kept = store.allocate(MIB, "weights")
-        memory = case.random(MIB)
-        write_slot(store, kept, memory.address)
-        store.unlink()
-        store.unlink()
-        assert not store.directories and not any(directory.exists() for directory in directories)
-        store.ensure_capacity(4 * MIB)
-        for slot in (kept, store.allocate(2 * MIB, "more")):
-            memory = case.random(slot.size_bytes)
-            write_slot(store, slot, memory.address)
-            assert case.stored(store, slot) == content(slot, memory)
-        store.close()
-        assert not any(directory.exists() or list(directory.parent.iterdir()) for directory in directories)
-
     def test_after_close_nothing_moves_but_mappings_live_on(self, case: StoreCase, store: Store) -> None:
         slot = store.allocate(MIB, "weights")
         memory = case.random(MIB)
@@ -277,7 +261,6 @@ class StoreContract:
         mapped = mmap.mmap(extent.file_descriptor, extent.length_bytes, offset=extent.offset_bytes)
         store.close()
         store.close()
-        assert not any(directory.exists() for directory in store.directories)
         if case.mappable:
             assert mapped[:] == memory.content[: extent.length_bytes]
         mapped.close()

@@ -61,7 +61,7 @@ def test_a_slot_can_be_read_where_it_lies() -> None:
 
 
 def test_pages_are_taken_as_they_are_written_to_unless_asked_for_and_no_byte_more() -> None:
-    lazy, eager = HostStore(8 * MIB, limits=LIMITS), HostStore(2 * MIB + 5000, prefault=True, limits=LIMITS)
+    lazy, eager = HostStore(8 * MIB, limits=LIMITS), HostStore(2 * MIB + 5000, pinner=RecordingPinner(), limits=LIMITS)
     assert resident_bytes(lazy) == 0
     assert resident_bytes(eager) == eager.capacity_bytes == eager.limit_bytes == 2 * MIB + 4096
     slot, memory = lazy.allocate(2 * MIB, "weights"), Memory(2 * MIB, random=True)
@@ -82,7 +82,7 @@ def test_pages_come_back_zero_and_are_first_touched_on_the_processors_asked_for(
         real(descriptor, offset, length)
 
     monkeypatch.setattr(os, "posix_fallocate", reserve)
-    store = HostStore(130 * MIB, prefault=True, processors=frozenset({processor}), limits=LIMITS)
+    store = HostStore(130 * MIB, pinner=RecordingPinner(), processors=frozenset({processor}), limits=LIMITS)
     assert seen == [{processor}] * 3
     assert os.sched_getaffinity(0) == before
     assert not any(ctypes.string_at(store.address, store.capacity_bytes)[:: 1 << 12])
@@ -144,7 +144,7 @@ def test_a_system_that_has_no_pages_left_is_an_error_not_the_end(monkeypatch: py
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(StorageFullError, match=r"refuses 4,194,304 bytes.*errno 12.*lower host_budget"):
-        HostStore(4 * MIB, prefault=True, limits=LIMITS)
+        HostStore(4 * MIB, pinner=RecordingPinner(), limits=LIMITS)
     monkeypatch.undo()
     monkeypatch.setattr(os, "ftruncate", refuse)
     with pytest.raises(StorageError, match="lower host_budget"):

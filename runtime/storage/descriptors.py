@@ -1,0 +1,31 @@
+"""Descriptors that forked children do not keep: a child that outlives its parent would keep the bytes of deleted files."""
+
+from __future__ import annotations
+
+import os
+
+_OWN: set[int] = set()
+
+
+def keep_from_children(descriptor: int) -> None:
+    """Replace the descriptor by one of /dev/null in the children that Python forks from now on, until `close_descriptor`.
+
+    Its number stays taken there: a child that writes to it by mistake writes to no other file.
+    """
+    _OWN.add(descriptor)
+
+
+def close_descriptor(descriptor: int) -> None:
+    """Close a descriptor, also of `keep_from_children`."""
+    _OWN.discard(descriptor)
+    os.close(descriptor)
+
+
+def _replace_in_child() -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in _OWN:
+        os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_replace_in_child)
