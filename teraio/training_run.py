@@ -28,7 +28,7 @@ from teraio.graph_needs import GraphNeeds
 from teraio.machine import Machine, Shared, open_machine
 from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes, host_threads
 from teraio.options import Options
-from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext, why_no_reruns
+from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext
 from teraio.planning import BackgroundPlanner, PlanCache, PlanningJob, StartJob, WarmStart
 from teraio.profiling import Iteration, IterationBorder, LargestSizes, PeakWatch
 from teraio.ranks import RankGroup
@@ -109,7 +109,6 @@ class TrainingRun:
             device=machine.device,
             busy_seconds=machine.busy_seconds,
         )
-        self._pager.account.copy_rates = None if why_no_reruns(options) else machine.copy_rates
         self.operators = OperatorRunner(self._pager, device)
         self._observer = IterationObserver(self._pager)
         self._meter = WorkspaceMeter(

@@ -12,7 +12,7 @@ import torch
 from runtime.device import Mark
 from runtime.execution.one_stage import CollectiveClock, WorkspaceMeter, run_with_room
 from runtime.execution.program import Constant, InterleavedStages, Observer, Program, Stage, StageRun
-from runtime.execution.rerun import Rerun, Reruns, kept_for_nothing, why_no_reruns
+from runtime.execution.rerun import Rerun, Reruns, why_no_reruns
 from runtime.paging import DROPPED, UNNAMED, Block, Pager
 from runtime.system import annotate
 
@@ -74,7 +74,7 @@ class _ManagedRun:
             self._observer.region_begins(program.identity, len(stages) + more, is_inference=program.is_inference)
             self._no_reruns = why_no_reruns(program)
             if not self._no_reruns:
-                self._kept = self._kept_stages()
+                self._kept = self._observer.kept_stages()
             self._inputs = frozenset([block for block in self._blocks if block is not None])
             self._hold_reruns()
             for number, stage in enumerate(stages):
@@ -117,9 +117,6 @@ class _ManagedRun:
                 blocks[i] = self._block(i, user_visible=False)
             if rerun is not None:
                 rerun.has_run([blocks[i] for i in stage.outputs])
-                # Where the host runs ahead, to ask for the time would make it wait.
-                rerun.seconds = None if pager.device.asynchronous else end.seconds_since(begin)
-                rerun.need_bytes += self._meter.workspace_bytes(stage) - stage.workspace_bytes
                 pager.set_source(rerun.made, rerun)
             if stage.frees:
                 last_used = list(dict.fromkeys([b for i in stage.frees if (b := blocks[i]) is not None]))
@@ -166,12 +163,6 @@ class _ManagedRun:
         return run_with_room(attempt, pager, read, new_bytes, stage.name, again=again)
 
     # -- stages that may run again, see [Note: Running again]
-
-    def _kept_stages(self) -> Collection[int]:
-        planned = self._observer.kept_stages()
-        if planned is None and self._pager.account.copy_rates is not None:
-            return kept_for_nothing(self._program)
-        return planned or ()
 
     def _rerun(self, stage: Stage) -> Rerun:
         names = [self._program.slot_names[i] for i in stage.inputs]

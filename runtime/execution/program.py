@@ -27,7 +27,6 @@ class Stage:
     workspace_bytes: peak beyond inputs and outputs, estimated.
     waiting_bytes: what was made before it, is needed after it and is too small to move, without results of the graph, estimated.
     mutates: slots among `inputs` that the stage writes in place, such as batch norm's running statistics.
-    reads_lasting: whether it reads only what is kept until the backward pass in any case, or is too small to move.
     has_collectives: whether it begins collectives, or waits for some.
     repeatable: whether it may simply run once more where it ran out of memory: it writes nothing in place and draws no numbers.
     never_again: of a forward stage: why it must not run again in the backward pass, in plain words; "" if it may.
@@ -46,7 +45,6 @@ class Stage:
     workspace_bytes: int
     waiting_bytes: int = 0
     mutates: tuple[int, ...] = ()
-    reads_lasting: bool = False
     has_collectives: bool = False
     repeatable: bool = False
     never_again: str = ""
@@ -187,8 +185,8 @@ class Observer(Protocol):
         Where no times are wanted, it is one that is at hand.
         """
 
-    def kept_stages(self) -> Collection[int] | None:
-        """Return the numbers of the stages of the region that began last that a plan runs again; None if no plan applies."""
+    def kept_stages(self) -> Collection[int]:
+        """Return the numbers of the stages of the region that began last that a plan runs again."""
 
     def reruns_due(self) -> Iterable[tuple[Sequence[Block], Sequence[Block]]]:
         """Yield for each re-run that has its place before the next stage: the blocks that it makes anew, and what to prefetch.

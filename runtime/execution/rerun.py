@@ -1,10 +1,8 @@
 """Runs forward stages again in the backward pass, to make anew what was dropped instead of kept.
 
 [Note: Running again]
-A plan names the stages of a forward graph that run again. Where no plan applies, those may that need nothing beyond what the
-graph keeps in any case (`kept_for_nothing`): the pager drops what they make if it needs room and copies take longer. Each such
-stage gets a `Rerun` when it runs, which is the `source` of the blocks that it makes: only those can be dropped (`Pager.drop`). It
-keeps the stage's inputs:
+A plan names the stages of a forward graph that run again. Each of them gets a `Rerun` when it runs, which is the `source` of the
+blocks that it makes: only those can be dropped (`Pager.drop`). It keeps the stage's inputs:
 * what PyTorch has saved for the backward pass, without keeping it alive: else it would never die;
 * everything else strongly: inputs of the graph, small values such as seeds, results of stages that nobody saves. They are blocks
   as all others, and may wait in a lower tier.
@@ -49,14 +47,11 @@ class Rerun:
 
     values, blocks: its inputs, and the block of each that has one. names: of the inputs, for messages.
     made: the blocks that it made and that can be dropped, with the position of each among its outputs.
-    seconds: for which it ran; None if that is not known. need_bytes: what it needs on the device at once.
     """
 
     def __init__(self, stage: Stage, names: Sequence[str], values: Sequence[Any], blocks: Sequence[Block | None]) -> None:
         self.stage = stage
         self.made: dict[Block, int] = {}
-        self.seconds: float | None = None
-        self.need_bytes = stage.need_bytes
         self._names = names
         self._inputs: list[Any] = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
         self._versions = [_version(value) for value in self._inputs]
@@ -128,7 +123,6 @@ class Reruns:
 
         Raises UnsupportedError if an input is not what it was, BudgetError, StorageError; then they stay dropped.
         """
-        # Without a plan, making room for one may drop another. This ends: what has run again is not dropped again.
         while (block := next((each for each in blocks if each.state is State.DROPPED), None)) is not None:
             self._run(_source(block), then_fetch)
             then_fetch = ()
@@ -197,11 +191,6 @@ def _restored(saved: _Saved) -> torch.Tensor:
 
 def _version(value: Any) -> int:
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
-
-
-def kept_for_nothing(program: Program) -> frozenset[int]:
-    """Return the stages of a forward graph that may run again without anything large being kept for it."""
-    return frozenset(n for n, stage in enumerate(program.stages) if stage.reads_lasting and not stage.never_again)
 
 
 def why_no_reruns(program: Program) -> str:

@@ -5,4 +5,3 @@ from runtime.paging.checked import POISON, CheckedMover
 from runtime.paging.mover import Done, Mover, NullMover, Tier, Tiers, dropped_message, in_file, slot_of, span_of, storage_of
 from runtime.paging.pager import Pager
 from runtime.paging.room import out_of_memory
-from runtime.paging.state import CopyRates

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -41,20 +41,6 @@ class State(enum.Enum):
 ON_DEVICE, OFFLOADING, OFFLOADED, PREFETCHING, UPDATING, DROPPED = State
 
 
-class Source(Protocol):
-    """What makes blocks anew.
-
-    seconds: for which its stage ran; None if that is not known. need_bytes: what the stage needs on the device at once.
-    """
-
-    seconds: float | None
-    need_bytes: int
-
-    @property
-    def read(self) -> Sequence[Block]:
-        """What it needs."""
-
-
 class Block:
     """One storage under management.
 
@@ -70,7 +56,7 @@ class Block:
     pins: number of stages that hold the block on the device.
     version: counts writes. A copy out during which it has changed is not valid.
     updates: counts changes in the slot, which PyTorch's version counter does not see.
-    source: what makes its content anew once it was dropped; None if nothing can.
+    source: what makes its content anew once it was dropped; None if nothing can. The pager only asks whether there is one.
     user_visible: user code may read or write the block between compiled regions.
     next_use: position on the pager's clock at which the block is expected to be used next; orders evictions.
     uses: positions within the last iteration at which it was used; empty while unknown.
@@ -140,7 +126,7 @@ class Block:
         self.held_back = False
         self.version = 0
         self.updates = 0
-        self.source: Source | None = None
+        self.source: object = None
         self.born = 0
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ from planner.errors import StorageFullError, UnsupportedError
 from planner.schema import WaitingTier
 from runtime.device import MIN_MOVED_BYTES, CpuDevice, Device
 from runtime.paging.around import POLL_SECONDS, Lending, Stages
-from runtime.paging.block import OFFLOADED, ON_DEVICE, PLAIN, UNNAMED, Block, Source, holder_of
+from runtime.paging.block import OFFLOADED, ON_DEVICE, PLAIN, UNNAMED, Block, holder_of
 from runtime.paging.closing import Closing
 from runtime.paging.mover import Mover, NullMover
 from runtime.paging.parking import Parking
@@ -224,7 +224,7 @@ class Pager(Stages):
             for block, trace_id in (ids or {}).items():
                 block.trace_id = trace_id
 
-    def set_source(self, blocks: Iterable[Block], source: Source | None) -> None:
+    def set_source(self, blocks: Iterable[Block], source: object) -> None:
         """From now on `source` recomputes these blocks once they are dropped; None: nothing does."""
         with self._lock:
             for block in blocks:  # one that a thread of a copy has forgotten meanwhile holds nothing any more

@@ -3,8 +3,7 @@
 [Note: Why a block leaves]
 reason       who asks                   method                      what happens to the bytes
 a plan       the recorder, at a stage   Pager.offload               copied to the plan's tier; the block stays if all are full
-pressure     a stage that is short      Pager.acquire, make_room    those with the furthest next use are copied, or
-                                                                    dropped where a re-run is sooner
+pressure     a stage that is short      Pager.acquire, make_room    those with the furthest next use are copied
 room ahead   an optimizer step, for     Pager.evict_until_free      as under pressure, but nobody waits
              its next subgroup
 parking      the user, between regions  Parking.park                as under pressure, for all that can leave
@@ -26,15 +25,13 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from planner.errors import BudgetError, StorageError, StorageFullError
-from runtime.paging.block import DROPPED, OFFLOADED, ON_DEVICE, PREFETCHING, Block, Source
+from runtime.paging.block import DROPPED, OFFLOADED, ON_DEVICE, PREFETCHING, Block
 from runtime.paging.mover import nowhere
 from runtime.paging.state import CHECK_SECONDS, NO_LIMIT, PagerPart, PagerState
 from runtime.paging.transitions import BlockTransitions
 from runtime.system import checkpoint
 
 _STEP_BYTES = 64 << 20  # by how much a larger budget should be tried: more than a few pages of the device's allocator
-# This part of the budget is left for small blocks that the backward pass makes before a re-run, and that cannot leave.
-_SPARE_SHARE = 8
 _NEVER = 1 << 62
 _NOT_FETCHED = (ON_DEVICE, PREFETCHING, DROPPED)
 
@@ -115,10 +112,7 @@ class RoomMaker(PagerPart):
             if wanted_bytes <= 0:
                 return
             wanted_bytes -= block.size_bytes
-            if self._is_dropped_sooner(block):
-                self._transitions.drop_for_room(block)
-            else:
-                self._transitions.begin_offload(block)
+            self._transitions.begin_offload(block)
 
     def evict_ahead(self, wanted_bytes: int, keep: Collection[Block] = ()) -> None:
         """Do what `evict` does. Where the lower tiers are full, fewer blocks leave as long as copies are under way: when those
@@ -161,8 +155,6 @@ class RoomMaker(PagerPart):
             return nowhere()
         return BudgetError(smallest_bytes=budget_bytes + short_bytes, budget_bytes=budget_bytes, stage=what)
 
-    # -- who leaves, and how
-
     def _leaving(self, keep: Collection[Block]) -> list[Block]:
         """Return the blocks that can leave now, the first to leave first; none of `keep`.
 
@@ -172,27 +164,6 @@ class RoomMaker(PagerPart):
         kept = frozenset(keep)
         idle = [b for b in self._account.here if b.state is ON_DEVICE and not b.pins and b.span is not None and b not in kept]
         return by_next_use(idle, self._account.clock, furthest_first=True)
-
-    def _is_dropped_sooner(self, block: Block) -> bool:
-        """Whether a re-run takes less time than to copy the block out, after what is queued there, and in. Not under a plan."""
-        source, rates = block.source, self._account.copy_rates
-        if rates is None or source is None or not block.can_be_dropped or block.copy_is_valid:
-            return False
-        if source.seconds is None or any(each.state is DROPPED for each in source.read):
-            return False  # one re-run must do
-        # Inputs of the re-run that are away count as copies in.
-        away_bytes = sum(each.size_bytes for each in source.read if each.state is not ON_DEVICE)
-        again = source.seconds + away_bytes / rates.in_bytes_per_second
-        out = (self._account.offloading_bytes + block.size_bytes) / rates.out_bytes_per_second
-        return again < out + block.size_bytes / rates.in_bytes_per_second and self._will_fit(source)
-
-    def _will_fit(self, source: Source) -> bool:
-        """Whether the re-run will find room, whatever cannot leave by then."""
-        account = self._account  # a copy in needs none but for the block itself, so only a re-run can fail to fit
-        if account.budget_bytes is None:
-            return True
-        stays = account.unmoved_bytes + sum(block.size_bytes for block in account.here if block.span is None)
-        return stays + source.need_bytes <= account.budget_bytes - account.budget_bytes // _SPARE_SHARE
 
 
 def by_next_use(blocks: Iterable[Block], clock: int, *, furthest_first: bool = False) -> list[Block]:

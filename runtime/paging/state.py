@@ -21,14 +21,6 @@ NO_LIMIT = 1 << 62  # free bytes where there is no budget
 CHECK_SECONDS = 1.0  # seconds between drive health checks while waiting for a copy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyRates:
-    """Bytes per second to the lower tier that blocks leave for, and back."""
-
-    out_bytes_per_second: float
-    in_bytes_per_second: float
-
-
 class MemoryAccount:
     """The figures of one pager: bytes on the device that count against the budget, and what was counted meanwhile.
 
@@ -37,7 +29,6 @@ class MemoryAccount:
     budget_bytes: limit of blocks, what stages reserve and `unmoved_bytes` together; None for no limit.
     fixed_bytes: bytes that other parts of teraio keep on the device, such as small optimizer states. They report them here.
     external_bytes: other bytes that the device had when the current region began, such as tensors of user code.
-    copy_rates: of the links, by which blocks under pressure are dropped where that takes less time; None: never.
     clock: number of stages and regions that have begun, or ended, since the start; `Block.next_use` refers to it.
 
     used_bytes: blocks on the device, including those that are being copied in or out.
@@ -49,7 +40,7 @@ class MemoryAccount:
     queued_offloads: see [Note: Queued offloads]; in the order in which they were queued.
     reserved_for_host: blocks that will be lent to the host's processor; no prefetch takes them before.
     moves: number of blocks so far whose memory was allocated for a copy in, or has gone.
-    evictions: number of offloads that have begun, and of blocks that were dropped because room was needed.
+    evictions: number of offloads that have begun.
 
     waited_seconds: seconds that the training thread has waited for copies, for room and for updates on the host. It adds them.
     exposed_seconds: for each link, the part of its busy seconds in which the training thread waited. The rest was hidden.
@@ -59,7 +50,6 @@ class MemoryAccount:
         self.budget_bytes = budget_bytes
         self.fixed_bytes = 0
         self.external_bytes = 0
-        self.copy_rates: CopyRates | None = None
         self.clock = 0
         self.used_bytes = 0
         self.reserved_bytes = 0

@@ -339,11 +339,6 @@ class BlockTransitions(PagerPart):
             raise
         self._copy_ended()
 
-    def drop_for_room(self, block: Block) -> None:
-        """Drop a block in place of an offload."""
-        self._account.evictions += 1
-        self.drop(block)
-
     def renew(self, block: Block, fresh: torch.UntypedStorage) -> None:
         """Give a block that is DROPPED the memory of `fresh`, which holds its content."""
         self.write(block)

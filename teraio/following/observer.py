@@ -134,9 +134,9 @@ class PlanCursor:
         return tuple(number for number in numbers if 0 <= number < self._stage_count)
 
     @property
-    def kept_stages(self) -> Collection[int] | None:
-        """Numbers of the stages of this region that run again later; None if no plan applies."""
-        return self.schedule.kept[self._next_region - 1] if self.in_step and self.schedule is not None else None
+    def kept_stages(self) -> Collection[int]:
+        """Numbers of the stages of this region that run again later."""
+        return self.schedule.kept[self._next_region - 1] if self.in_step and self.schedule is not None else ()
 
     def to_prefetch(self) -> list[Block]:
         """Return what is to be prefetched at this position, where a plan is followed."""
@@ -248,7 +248,7 @@ class IterationObserver:
         if self.plan.in_step:
             self.plan.stage_ended()
 
-    def kept_stages(self) -> Collection[int] | None:
+    def kept_stages(self) -> Collection[int]:
         return self.plan.kept_stages
 
     def reruns_due(self) -> Iterable[tuple[Sequence[Block], Sequence[Block]]]:

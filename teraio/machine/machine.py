@@ -13,7 +13,7 @@ from planner.errors import StorageFullError
 from planner.schema import WaitingTier
 from runtime.device import Device
 from runtime.execution import MeasuredMemory
-from runtime.paging import CopyRates, Mover, StorageOwnership, Tier
+from runtime.paging import Mover, StorageOwnership, Tier
 from runtime.storage import HostStore, Store
 from runtime.transfer import Engine, LinkRates, OpenEngine, PathCandidate, StoragePath, choose_path, open_path
 from teraio.machine.budgets import ResolvedBudgets
@@ -138,14 +138,6 @@ class Machine:
     def host_bytes(self) -> int | None:
         """Capacity of the host tier; None if there is no host tier."""
         return next((each.tier.store.capacity_bytes for each in self.tiers if each.tier.name == "host"), None)
-
-    @property
-    def copy_rates(self) -> CopyRates | None:
-        """Rates of the tier that blocks leave for first; None if there is none, or if the times of copies are known late."""
-        if not self.tiers or self.device.asynchronous:
-            return None
-        rates = self.tiers[0].rates
-        return CopyRates(out_bytes_per_second=rates.write_bytes_per_second, in_bytes_per_second=rates.read_bytes_per_second)
 
     @contextlib.contextmanager
     def host_scratch(self, size_bytes: int) -> Iterator[int | None]:

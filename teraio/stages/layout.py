@@ -11,7 +11,6 @@ from torch.fx import GraphModule, Node
 
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Constant, Kind, Phase, Program, SizedGraph, Stage, StageFunction
-from teraio.stages.kernels import storages_of
 from teraio.stages.operators import (
     Symbols,
     has_class_loss,
@@ -59,8 +58,6 @@ def lay_out(
     results = tuple(slots[r] if isinstance(r, Node) else Constant(r) for r in cast(Sequence[Any], output.args[0]))
     kept = {slots[node] for node in returned}
     names = _unique([f"{prefix}/{subgraph.path}" for subgraph in subgraphs])
-    storages = storages_of(list(gm.graph.nodes))
-    lasting = {storages[node] for node in (*placeholders, *returned) if node in storages}
     unmoved = [n for n in (*placeholders, *returned) if n.name not in counted]
     owners = [[storages[node][0] for node in subgraph.inputs] for subgraph in subgraphs]
     resizer = Resizer(placeholders, returned, unmoved, subgraphs, owners)
@@ -79,7 +76,6 @@ def lay_out(
             next_uses=tuple(next((u for u in uses[s] if u > number), -1) for s in touched),
             **resizer.stage_bytes(number, hints),
             mutates=tuple(slots[n] for n in subgraph.mutated),
-            reads_lasting=all(storages[node] in lasting or _is_small(node, hints) for node in subgraph.inputs),
             has_collectives=has_collectives(subgraph.module.graph),
             repeatable=compiled.repeatable,
             never_again=compiled.never_again,

@@ -28,7 +28,7 @@ class Recorder:
     fetch: dict[int, list[Block]] = field(default_factory=dict)
     reached: int = 0
     again: list[StageRerun] = field(default_factory=list)
-    kept: Collection[int] | None = ()
+    kept: Collection[int] = ()
     due: dict[int, list[Block]] = field(default_factory=dict)
     ended: int = 0
 
@@ -38,7 +38,7 @@ class Recorder:
     def mark(self) -> WallMark:
         return CpuDevice().mark()
 
-    def kept_stages(self) -> Collection[int] | None:
+    def kept_stages(self) -> Collection[int]:
         return self.kept
 
     def reruns_due(self) -> Iterator[tuple[Sequence[Block], Sequence[Block]]]:

@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu
 
 from planner.errors import BudgetError, UnsupportedError
 from runtime.execution import Program, Reruns, Stage, WorkspaceMeter
-from runtime.paging import Block, CopyRates, State
+from runtime.paging import Block, State
 
 from ..memory_mover import Bench
 from .programs import WIDTH, Recorder, filled, managed, program, stage
@@ -25,7 +25,7 @@ class Passes:
     The results 1 and 3 are saved; 2 is an intermediate that only a re-run of the last stage needs.
     """
 
-    def __init__(self, budget: int | None = None, *, kept: tuple[int, ...] | None = (0, 2)) -> None:
+    def __init__(self, budget: int | None = None, *, kept: tuple[int, ...] = (0, 2)) -> None:
         self.bench = Bench(budget)
         self.recorder = Recorder(kept=kept)
         self.runs: list[str] = []
@@ -44,7 +44,7 @@ class Passes:
 
     def forward_program(self) -> Program:
         return program(
-            lasting(stage("add", self.noted("add", lambda a: a + 1), (0,), (1,), frees=(0,))),
+            stage("add", self.noted("add", lambda a: a + 1), (0,), (1,), frees=(0,)),
             stage("double", self.noted("double", lambda a: a * 2), (1,), (2,)),
             stage("triple", self.noted("triple", lambda a: a * 3), (2,), (3,), frees=(2,)),
             stage("sum", self.noted("sum", lambda a: a.sum()[None].expand(WIDTH // 4).clone()), (3,), (4,)),
@@ -69,10 +69,6 @@ class Passes:
         for block in self.blocks():
             self.bench.pager.drop(block)
             assert (block.state is State.DROPPED) == expect
-
-
-def lasting(made: Stage) -> Stage:
-    return dataclasses.replace(made, reads_lasting=True)
 
 
 def backward_program(*stages: Stage) -> Program:
@@ -198,47 +194,6 @@ def test_a_stage_that_fails_can_be_repeated() -> None:
     assert all(block.state is State.DROPPED and not block.pins for block in passes.blocks())
     passes.fails = None
     assert passes.backward() == [28]
-
-
-def test_without_a_plan_stages_that_need_nothing_else_kept_may_run_again() -> None:
-    """The last stage reads the intermediate, which would have to be kept for it."""
-    passes = Passes(kept=None)
-    passes.bench.pager.account.copy_rates = CopyRates(out_bytes_per_second=1.0, in_bytes_per_second=1.0)
-    passes.forward()
-    first, second = passes.blocks()
-    assert first.source is not None and first.source.seconds is not None and second.source is None
-    passes.runs.clear()
-    passes.bench.pager.account.budget_bytes = 9 * WIDTH
-    passes.bench.pager.evict_until_free(9 * WIDTH, keep=[])
-    assert first.state is State.DROPPED and second.state is State.OFFLOADING
-    passes.bench.pager.account.budget_bytes = None
-    assert passes.backward() == [28] and passes.runs == ["add"]
-
-
-def test_without_a_plan_and_without_rates_nothing_is_kept() -> None:
-    passes = passed(kept=None)
-    assert [block.source for block in passes.blocks()] == [None, None]
-
-
-def test_making_room_for_one_may_drop_another() -> None:
-    """The backward stage needs two blocks. The first one is there when the second one has to be recomputed."""
-    passes = Passes(kept=None)
-    passes.bench.pager.account.copy_rates = CopyRates(out_bytes_per_second=1.0, in_bytes_per_second=1.0)
-    forward = program(
-        lasting(stage("add", passes.noted("add", lambda a: a + 1), (0,), (1,))),
-        lasting(stage("triple", passes.noted("triple", lambda a: a * 3), (0,), (2,), frees=(0,))),
-        stage("sum", lambda a, b: (a + b,), (1, 2), (3,)),
-        inputs=1,
-        results=(3, 1, 2),
-    )
-    total, *passes.saved = managed(forward, [passes.input], passes.bench, passes.recorder)
-    del total
-    _one, other = passes.blocks()
-    passes.bench.pager.drop(other)
-    passes.bench.pager.account.budget_bytes = 3 * WIDTH
-    passes.bench.make("filling", 2)
-    passes.runs.clear()
-    assert passes.backward() == [13] and passes.runs == ["triple", "add"]
 
 
 def test_under_a_budget_inputs_wait_in_a_lower_tier() -> None:

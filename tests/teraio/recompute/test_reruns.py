@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 
 import planner
-from planner.errors import BudgetError
-from runtime.paging import CopyRates
 from runtime.transfer import Engine, LinkRates
-from teraio.machine import Machine
 
 from ...thoroughness import every_other
-from ..parity.harness import Case, train
+from ..parity.harness import train
 from .programs import PLAIN, PROGRAMS, ROWS, Model, check, follow, lower, one_pass, profiled, program
 
 pytestmark = pytest.mark.usefixtures("same_program_at_every_budget", "deterministic")
@@ -84,36 +81,3 @@ def test_a_slow_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: p
     assert (last.recomputed_stages > 0) == (recompute == "auto")
     assert (last.recompute_seconds > 0) == (recompute == "auto")
     assert ("stages that run again an iteration" in caplog.text) == (recompute == "auto")
-
-
-# -- without a plan, where the drive is slow: from the first iteration on
-
-SLOW_COPIES = CopyRates(out_bytes_per_second=1e6, in_bytes_per_second=1e6)
-"""An activation takes two seconds each way, and a stage takes milliseconds."""
-
-
-def on_demand(trained: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> list[int]:
-    """Train without a plan and check that all is the same. Return how many stages ran again in each iteration."""
-    reference = train(trained)
-    monkeypatch.setattr(Machine, "copy_rates", SLOW_COPIES)
-    budget = reference.status.device_peak_bytes // 2
-    limited = {**lower("storage", folder), "profile_iterations": 9, **options}
-    try:
-        result = train(trained, options={"memory_budget": budget, **limited})
-    except BudgetError as error:
-        budget = error.smallest_bytes
-        result = train(trained, options={"memory_budget": budget, **limited})
-    check(result, reference, budget)
-    assert {status.phase for (status,) in result.progress} == {"profile"}
-    return [status.recomputed_stages for (status,) in result.progress]
-
-
-@pytest.mark.parametrize("name", every_other("plain", *PROGRAMS))
-def test_programs_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    again = on_demand({"plain": PLAIN, **PROGRAMS}[name], tmp_path, monkeypatch, debug=True)
-    # There, the peak comes after the first backward pass; and the smallest budget, of the longest rows, holds the others whole.
-    assert min(again[1:]) > 0 or name in ("retain_graph", "changing lengths")
-
-
-def test_not_on_demand_if_the_option_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not any(on_demand(PLAIN, tmp_path, monkeypatch, recompute="off"))

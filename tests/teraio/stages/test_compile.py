@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from runtime.cpu import CpuMemory
 from runtime.execution import Program, Stage, StageFunction, WorkspaceMeter, run_plain
 from teraio import graph_needs
-from teraio.stages import Codegen, CutPolicy, StageCompiler, cut, eager_codegen, layout
+from teraio.stages import Codegen, CutPolicy, StageCompiler, cut, eager_codegen
 
 from .graphs import (
     FINE,
@@ -108,14 +108,6 @@ def test_what_slots_hold() -> None:
     made = {r for r in program.results if isinstance(r, int)} & set(range(program.input_count, program.slot_count))
     assert {s for s, kind in enumerate(program.slot_kinds) if kind == "gradient"} >= made
     assert program.user_results == tuple(range(len(program.results)))
-
-
-def test_what_stages_read_lasts_if_the_graph_takes_or_returns_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "MIN_MOVED_BYTES", 1)
-    (program,) = programs(transformer(3)[:1])
-    kept = {*range(program.input_count), *(result for result in program.results if isinstance(result, int))}
-    assert {stage.reads_lasting for stage in program.stages} == {False, True}
-    assert not any(kept.issuperset(stage.inputs) for stage in program.stages if not stage.reads_lasting)
 
 
 def test_equal_stages_are_compiled_once_and_for_all_graphs() -> None:
