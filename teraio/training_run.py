@@ -6,11 +6,12 @@ What a phase does and when the next one begins: [Note: Phases] in `teraio.phases
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -332,7 +333,7 @@ class TrainingRun:
         if self._ranks is None:
             return
         try:
-            self._ranks.tell(_STATUS, self.status().as_text())
+            self._ranks.tell(_STATUS, json.dumps(asdict(self.status())))
         except RankError as error:
             self._ranks = None
             logger.warning("the other ranks of this machine are told no status any more: %s", error)
@@ -340,7 +341,7 @@ class TrainingRun:
     def told_by(self, rank: int) -> Status | None:
         """Return what another rank of this machine has told of its run; None if it has told nothing. Raises RankError."""
         text = None if self._ranks is None else self._ranks.told(_STATUS, rank)
-        return None if text is None else Status.of_text(text)
+        return None if text is None else Status(**json.loads(text))
 
     @property
     def ranks(self) -> tuple[int, ...]:

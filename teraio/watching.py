@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
 
@@ -96,15 +95,6 @@ class Status:
     plan_path: str | None
     stages: int
     distinct_stages: int
-
-    def as_text(self) -> str:
-        """Return it as text for another process."""
-        return json.dumps({field.name: getattr(self, field.name) for field in fields(self)})
-
-    @classmethod
-    def of_text(cls, text: str) -> Status:
-        """Return what `as_text` wrote."""
-        return cls(**json.loads(text))
 
 
 def with_waiting(statuses: Mapping[int, Status]) -> dict[int, Status]:

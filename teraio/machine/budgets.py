@@ -5,16 +5,16 @@ One process alone is the one rank of its machine, and has all of it.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import psutil
 import torch
 
 from planner.errors import OptionsError
+from planner.schema import FrozenModel
 from runtime.system import host_limits
 from teraio.options import Options, Share
 from teraio.ranks import RankGroup
@@ -39,8 +39,7 @@ class ResolvedBudgets:
     storage: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeenByRank:
+class SeenByRank(FrozenModel):
     """What one rank sees of the machine and asks of it. All sizes in bytes.
 
     `drives`: numbers of the devices under its storage directories. `free`: what is free on them. `available`: main memory that
@@ -81,16 +80,6 @@ class SeenByRank:
             outputs=tuple(str(path.absolute()) for path in (options.trace_out, options.plan_out) if path is not None),
         )
 
-    def as_text(self) -> str:
-        """Return it as text for the other ranks."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def of_text(cls, text: str) -> SeenByRank:
-        """Return what `as_text` wrote."""
-        content = json.loads(text)
-        return cls(**{**content, "drives": tuple(content["drives"]), "outputs": tuple(content["outputs"])})
-
 
 def seen_by_ranks(options: Options, device: torch.device, ranks: RankGroup | None) -> tuple[int, dict[int, SeenByRank]]:
     """Return the number of this rank, and what each rank of this machine sees. Waits until the others have told it.
@@ -101,8 +90,8 @@ def seen_by_ranks(options: Options, device: torch.device, ranks: RankGroup | Non
     mine = SeenByRank.now(options, device)
     if ranks is None:
         return 0, dict.fromkeys(range(options.local_ranks), mine)
-    told = ranks.gather("dividing the machine", mine.as_text())
-    seen = {rank: SeenByRank.of_text(text) for rank, text in told.items()}
+    told = ranks.gather("dividing the machine", mine.model_dump_json())
+    seen = {rank: SeenByRank.model_validate_json(text) for rank, text in told.items()}
     _check_outputs(seen)
     return ranks.rank, seen
 

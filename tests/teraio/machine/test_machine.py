@@ -133,7 +133,7 @@ def test_what_a_rank_sees_survives_the_way_to_the_others() -> None:
     one = SeenByRank(
         drives=(3, 4), free=5, available=6, resident=7, gpu=2, gpu_free=1, memory_budget=9, storage_budget=8, outputs=("/a",)
     )
-    assert SeenByRank.of_text(one.as_text()) == one
+    assert SeenByRank.model_validate_json(one.model_dump_json()) == one
 
 
 # -- the machine: what the trace says of it follows from what was measured, and from the way that was taken

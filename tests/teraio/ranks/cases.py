@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import logging
 import os
 import signal
@@ -119,7 +118,7 @@ def trained(options: list[dict[str, Any]], steps: int = 14, pause: tuple[float, 
     machine = run._machine
     (tier,) = (each.tier for each in machine.tiers)
     found = {
-        "status": json.loads(run.status().as_text()),
+        "status": dataclasses.asdict(run.status()),
         "made": len(made),
         "storage_bytes": tier.store.limit_bytes,
         "threads": tier.engine._threads if tier.engine is not None else None,
