@@ -38,6 +38,11 @@ class LinkRates:
     duplex_write_bytes_per_second: float
     duplex_read_bytes_per_second: float
 
+    def __str__(self) -> str:
+        write, read = self.write_bytes_per_second / 1e9, self.read_bytes_per_second / 1e9
+        both = self.duplex_write_bytes_per_second / 1e9, self.duplex_read_bytes_per_second / 1e9
+        return f"writes {write:.2f} GB/s, reads {read:.2f} GB/s, both at once {both[0]:.2f} and {both[1]:.2f}"
+
 
 def slots_to_measure(store: Store, size_bytes: int) -> list[Slot]:
     """Return equal slots that add up to `size_bytes`, or to less if the store is nearly full, and a last one of a page.

@@ -184,16 +184,8 @@ def _mean_rate(path: StoragePath) -> float:
 
 
 def _tell(path: StoragePath, *, last_resort: bool) -> None:
-    rates = path.rates
-    _log.info(
-        "storage path %r: writes %.2f GB/s, reads %.2f GB/s, both at once %.2f and %.2f%s",
-        path.name,
-        rates.write_bytes_per_second / 1e9,
-        rates.read_bytes_per_second / 1e9,
-        rates.duplex_write_bytes_per_second / 1e9,
-        rates.duplex_read_bytes_per_second / 1e9,
-        "".join(f"; {name!r} is not used: {reason}" for name, reason in path.refused.items()),
-    )
+    others = "".join(f"; {name!r} is not used: {reason}" for name, reason in path.refused.items())
+    _log.info("storage path %r: %s%s", path.name, path.rates, others)
     if last_resort:
         _log.warning(
             "spill files go through the page cache, which is host memory that no budget counts; give storage on a file "

@@ -7,7 +7,6 @@ import os
 import platform
 import resource
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -55,19 +54,9 @@ def examine(storage: Sequence[Path], device: torch.device) -> Examination:
     return Examination(findings=(*_software(), processor, *_memory(), *drives))
 
 
-_OLDEST_PYTHON = (3, 11)
-_OLDEST_TORCH = (2, 11)
-
-
 def _software() -> Iterator[Finding]:
     """Yield what is installed. Compiles a small C++ file if that was not done before, which takes seconds."""
-    python = sys.version_info[:2]
-    yield Finding(
-        what="Python",
-        verdict="ok" if python >= _OLDEST_PYTHON else "missing",
-        found=platform.python_version(),
-        remedy="" if python >= _OLDEST_PYTHON else "install Python 3.11 or later",
-    )
+    yield Finding(what="Python", verdict="ok", found=platform.python_version())
     yield _torch()
     yield from _compiler()
     yield Finding(what="solver", verdict="ok", found=f"HiGHS (highspy {importlib.metadata.version('highspy')})")
@@ -83,33 +72,30 @@ def _software() -> Iterator[Finding]:
         )
 
 
+_OLDEST_TORCH = (2, 11)
+
+
 def _torch() -> Finding:
     known = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    new_enough = known >= _OLDEST_TORCH
-    return Finding(
-        what="PyTorch",
-        verdict="ok" if new_enough else "missing",
-        found=torch.__version__,
-        remedy="" if new_enough else "pip install 'torch>=2.11'",
-    )
+    if known >= _OLDEST_TORCH:
+        return Finding(what="PyTorch", verdict="ok", found=torch.__version__)
+    return Finding(what="PyTorch", verdict="missing", found=torch.__version__, remedy="pip install 'torch>=2.11'")
 
 
 def _compiler() -> Iterator[Finding]:
     remedy = "apt-get install g++, or name a compiler in the environment variable CXX"
-    path = native.compiler_path()
     try:
         storage_swap.address(torch.empty(1).untyped_storage())
     except UnsupportedError as error:
         yield Finding(what="C++ functions", verdict="missing", found=str(error), effect="nothing can move", remedy=remedy)
     else:
         yield Finding(what="C++ functions", verdict="ok", found="load")
-    yield Finding(
-        what="C++ compiler",
-        verdict="missing" if path is None else "ok",
-        found=path or "none",
-        effect="" if path else 'Inductor has none for stages on the CPU: train there with codegen="eager"',
-        remedy="" if path else remedy,
-    )
+    path = native.compiler_path()
+    if path is not None:
+        yield Finding(what="C++ compiler", verdict="ok", found=path)
+        return
+    effect = 'Inductor has none for stages on the CPU: train there with codegen="eager"'
+    yield Finding(what="C++ compiler", verdict="missing", found="none", effect=effect, remedy=remedy)
 
 
 def _cuda(version: str) -> Iterator[Finding]:
@@ -123,14 +109,10 @@ def _cuda(version: str) -> Iterator[Finding]:
         )
         return
     for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        yield Finding(
-            what=f"GPU {index}",
-            verdict="ok",
-            found=f"{torch.cuda.get_device_name(index)}, {format_bytes(total)}, {format_bytes(free)} free",
-        )
+        free, total = (format_bytes(size) for size in torch.cuda.mem_get_info(index))
+        yield Finding(what=f"GPU {index}", verdict="ok", found=f"{torch.cuda.get_device_name(index)}, {total}, {free} free")
     try:
-        kvikio = load_kvikio()
+        yield Finding(what="KvikIO", verdict="ok", found=load_kvikio().__version__)
     except UnsupportedError as error:
         yield Finding(
             what="KvikIO",
@@ -139,8 +121,6 @@ def _cuda(version: str) -> Iterator[Finding]:
             effect="drives are read and written through pinned host memory",
             remedy=f"pip install 'teraio[cuda{version.partition('.')[0]}]'",
         )
-    else:
-        yield Finding(what="KvikIO", verdict="ok", found=kvikio.__version__)
 
 
 _BUSY = 0.5  # load for each core above which others slow down what is measured here
@@ -148,23 +128,13 @@ _BUSY = 0.5  # load for each core above which others slow down what is measured 
 
 def _processor() -> Finding:
     cores, load = machine_cores(), os.getloadavg()[0]
-    busy = load > _BUSY * cores
-    return Finding(
-        what="processor",
-        verdict="slow" if busy else "ok",
-        found=f"{_processor_name()}, {cores:g} cores, load {load:.1f}",
-        effect="it is busy: rates that are measured now are too low, here and when a training begins" if busy else "",
-        remedy="end what else runs, and look again" if busy else "",
-    )
-
-
-def _processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
+    found = f"{next(named, platform.machine())}, {cores:g} cores, load {load:.1f}"
+    if load <= _BUSY * cores:
+        return Finding(what="processor", verdict="ok", found=found)
+    effect = "it is busy: rates that are measured now are too low, here and when a training begins"
+    return Finding(what="processor", verdict="slow", found=found, effect=effect, remedy="end what else runs, and look again")
 
 
 _PINNED_BYTES = 64 << 20
@@ -225,11 +195,7 @@ def _drive(directory: Path, device: torch.device) -> Iterator[Finding]:
 
 def _speed(what: str, name: str, how: str, rates: LinkRates) -> Finding:
     both = min(rates.duplex_write_bytes_per_second, rates.duplex_read_bytes_per_second)
-    found = (
-        f"path {how!r}: writes {rates.write_bytes_per_second / 1e9:.2f} GB/s, "
-        f"reads {rates.read_bytes_per_second / 1e9:.2f} GB/s, both at once {rates.duplex_write_bytes_per_second / 1e9:.2f} and "
-        f"{rates.duplex_read_bytes_per_second / 1e9:.2f}"
-    )
+    found = f"path {how!r}: {rates}"
     if name == "buffered":
         return Finding(
             what=what,
@@ -260,12 +226,9 @@ def _place(what: str, directory: Path) -> Iterator[Finding]:
             remedy="give a directory on a drive; for main memory, give host_budget",
         )
     free = shutil.disk_usage(directory).free
-    yield Finding(
-        what=what,
-        verdict="ok" if free >= _LITTLE_ROOM else "note",
-        found=f"{format_bytes(free)} free ({kind})",
-        effect="" if free >= _LITTLE_ROOM else "large models need more",
-    )
+    little = free < _LITTLE_ROOM
+    found, effect = f"{format_bytes(free)} free ({kind})", "large models need more" if little else ""
+    yield Finding(what=what, verdict="note" if little else "ok", found=found, effect=effect)
 
 
 def _file_system(directory: Path, partitions: Sequence[psutil._common.sdiskpart]) -> str:

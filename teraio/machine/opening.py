@@ -53,10 +53,6 @@ def _measured_by_all(tiers: Sequence[OpenTier], ranks: RankGroup) -> list[OpenTi
     ranks.gather("ending the measurement")
     for each, rates in zip(found, alone, strict=True):
         logger.info(
-            "rates to and from the %s tier with all %d ranks of this machine, GB/s: %.2f and %.2f; alone %.2f and %.2f",
-            each.tier.name,
-            len(ranks.ranks),
-            *(rate / 1e9 for rate in (each.rates.write_bytes_per_second, each.rates.read_bytes_per_second)),
-            *(rate / 1e9 for rate in (rates.write_bytes_per_second, rates.read_bytes_per_second)),
+            "the %s tier with all %d ranks of this machine %s; alone it %s", each.tier.name, len(ranks.ranks), each.rates, rates
         )
     return found
