@@ -27,8 +27,8 @@ import dataclasses
 import logging
 import statistics
 import sys
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -370,11 +370,14 @@ class PlannedPhase(Phase):
         self._unplanned = 0
         self._collector = QuietCollector()
         self._collector.begin()  # what is there now was made for the iterations to come
+        moved: Counter[str] = Counter()  # by tier: sizes of the blocks that wait there, added up over the moves of an iteration
+        for move in plan.moves:
+            moved[move.tier] += profile.trace.blocks[move.block].size_bytes
         logger.info(
             "following a plan with %d moves%s an iteration (%s): predicted %.3f s an iteration, %.3f s with unlimited memory",
             len(plan.moves),
             f" and {len(plan.recompute)} stages that run again" if plan.recompute else "",
-            ", ".join(f"{tier}: {size:,} bytes" for tier, size in _moved_bytes(plan, profile.trace).items()) or "nothing moves",
+            ", ".join(f"{tier}: {size:,} bytes" for tier, size in moved.items()) or "nothing moves",
             self.follower.predicted_seconds,
             profile.trace.ideal_seconds,
         )
@@ -388,7 +391,8 @@ class PlannedPhase(Phase):
         # Where an optimizer steps alone, more passes are to come: that does not end a plan.
         self._unplanned = 0 if as_planned else self._unplanned + (not iteration.is_update_alone)
         if as_planned and before is not None and not compiled and iteration.timed and iteration.complete:
-            if self._is_larger(iteration):
+            # Its inputs were clearly larger than those that the plan is for, so that blocks left on demand.
+            if self._run.options.plan is None and iteration.made_bytes > self._largest_bytes * _CLEARLY_LARGER:
                 return self._plan_for([before, iteration])
             if self.follower.thinned.wanted(iteration):
                 with contextlib.suppress(ValidationError):  # what contradicts itself serves for no plan
@@ -398,11 +402,6 @@ class PlannedPhase(Phase):
         logger.info("the last %d iterations were not those that were planned: profiling again", self._unplanned)
         self.end()
         return ProfilePhase(self._run)
-
-    def _is_larger(self, iteration: Iteration) -> bool:
-        """Whether an iteration's inputs were clearly larger than those that the plan is for, so that blocks left on demand."""
-        larger = iteration.made_bytes > self._largest_bytes * _CLEARLY_LARGER
-        return larger and self._run.options.plan is None
 
     def _plan_for(self, recorded: Sequence[Iteration]) -> Phase:
         """Begin to plan for the last of these iterations, and follow the plan for smaller inputs meanwhile."""
@@ -459,11 +458,3 @@ class ClosedPhase(Phase):
 
     name = "fits"
     managed = False
-
-
-def _moved_bytes(plan: planner.Plan, trace: planner.Trace) -> Mapping[str, int]:
-    """Return by tier the sizes of the blocks that wait there, added up over the moves of an iteration."""
-    moved: dict[str, int] = {}
-    for move in plan.moves:
-        moved[move.tier] = moved.get(move.tier, 0) + trace.blocks[move.block].size_bytes
-    return moved

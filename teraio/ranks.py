@@ -166,7 +166,9 @@ class RankGroup:
     def _wait_for(self, what: str, rank: int) -> str:
         begun, silent = time.monotonic(), True
         while (text := self.told(what, rank)) is None:
-            self._check_failures()
+            for other in self.ranks:
+                if other != self.rank and (problem := self.told(_FAILED, other)) is not None:
+                    raise RankError(f"rank {other} of this machine cannot train, so rank {self.rank} does not either: {problem}")
             waited = time.monotonic() - begun
             if waited > self._timeout_seconds:
                 whom = self._missing(what)
@@ -180,12 +182,8 @@ class RankGroup:
 
     def _missing(self, what: str) -> str:
         """Return whom it waits for, in words."""
-        return f"{_numbers([rank for rank in self.ranks if self.told(what, rank) is None])} of this machine ({what})"
-
-    def _check_failures(self) -> None:
-        for rank in self.ranks:
-            if rank != self.rank and (problem := self.told(_FAILED, rank)) is not None:
-                raise RankError(f"rank {rank} of this machine cannot train, so rank {self.rank} does not either: {problem}")
+        missing = [str(rank) for rank in self.ranks if self.told(what, rank) is None]
+        return f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of this machine ({what})"
 
     def _asked(self, ask: Callable[[], Any]) -> Any:
         try:
@@ -220,10 +218,6 @@ def open_group(local_ranks: int, *, timeout_seconds: float) -> RankGroup | None:
 
     store = distributed_c10d.PrefixStore(f"{_PREFIX}/{next(_groups)}/", distributed_c10d._get_default_store())
     return RankGroup(store, place, timeout_seconds=timeout_seconds)
-
-
-def _numbers(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 class _FirstRankInforms(logging.Filter):

@@ -144,6 +144,11 @@ class TrainingRun:
         self._steps = self._optimizer_steps(options, subgroups, parts.host_rates)
         self._background = BackgroundPlanner(options, machine, self._pager, start_job=parts.start_job, ranks=ranks)
         self._border = IterationBorder()
+        # Peaks can be watched where there is a budget, and where memory is measured in every run.
+        watched = machine.memory if machine.measured_runs is None else None
+        budget = machine.budgets.device
+        peaks = PeakWatch(watched, budget) if watched is not None and budget is not None else None
+        is_kept = given is None and options.plan_cache != "off" and self.is_limited
         self._context = RunContext(
             options=options,
             machine=machine,
@@ -153,9 +158,9 @@ class TrainingRun:
             background=self._background,
             subgroups=subgroups,
             given=given,
-            peaks=_peak_watch(machine),
+            peaks=peaks,
             findings=self._findings,
-            warm=self._warm_start(options, device) if given is None else None,
+            warm=WarmStart(PlanCache(options, device), machine, self._pager, self._background) if is_kept else None,
         )
         self._phase: Phase = parts.first_phase(self._context)
         self._parked = False
@@ -167,11 +172,6 @@ class TrainingRun:
         self._compiled_now = True
         self._ended: _Ended | None = None
         self._replaced = False
-
-    def _warm_start(self, options: Options, device: torch.device) -> WarmStart | None:
-        if options.plan_cache == "off" or not self.is_limited:
-            return None
-        return WarmStart(PlanCache(options, device), self._machine, self._pager, self._background)
 
     def _optimizer_steps(self, options: Options, subgroups: SubgroupSizes, rates: HostRates | None) -> OptimizerSteps:
         return OptimizerSteps(
@@ -547,10 +547,3 @@ def _tiles_above(options: Options, budget_bytes: int | None) -> int | None:
     if isinstance(options.tiles, int):
         return options.tiles
     return budget_bytes // 2 if options.tiles == "auto" and budget_bytes is not None else None
-
-
-def _peak_watch(machine: Machine) -> PeakWatch | None:
-    """Return a watch over the peaks of memory. None if there is no budget, or if memory is not measured in every run."""
-    if machine.measured_runs is not None or machine.memory is None or machine.budgets.device is None:
-        return None
-    return PeakWatch(machine.memory, machine.budgets.device)

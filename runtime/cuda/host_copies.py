@@ -57,7 +57,7 @@ class HostCopies:
     def count(self) -> None:
         """Count the copies that have ended since the last call. Those of a lane end in the order in which they were queued."""
         for lane, copies in self._copies.items():
-            ended = bisect_left(copies, True, key=_is_due)
+            ended = bisect_left(copies, True, key=lambda copy: not copy[2].done())
             seconds, first = 0.0, 0
             for number in range(1, ended + 1):  # copies that follow each other are one
                 if number == ended or copies[number][1] is not copies[number - 1][2]:
@@ -66,10 +66,6 @@ class HostCopies:
             self.moved_bytes[_LINKS[lane]] += sum([size for size, _, _ in copies[:ended]])
             self.busy_seconds[_LINKS[lane]] += seconds
             del copies[:ended]
-
-
-def _is_due(copy: _Copy) -> bool:
-    return not copy[2].done()
 
 
 class QueuedRange:

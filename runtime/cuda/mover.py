@@ -114,7 +114,7 @@ class StreamMover:
     # -- out
 
     def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
-        self._join([block])  # the copy out waits for computation (rule 1), and that for the block's copy in
+        self.wait_resident([block])  # the copy out waits for computation (rule 1), and that for the block's copy in
         if block.kind == "gradient":
             tier = None  # user code clips gradients or adds to them before the step: prefer the tier where it can touch them
         if self.tiers.place(block, tier).engine is not None:
@@ -129,7 +129,12 @@ class StreamMover:
         return True
 
     def finished(self, blocks: Iterable[Block]) -> list[Block]:
-        self._free_ended()
+        # Let go of what copies have kept alive that are known to have ended (rule 5), and count them.
+        for copies in (self._in, self._out, self._last):
+            _drop_ended(copies)
+        if self._of_forgotten:
+            self._of_forgotten = [leaving for leaving in self._of_forgotten if not leaving[0].done()]
+        self._copies.count()
         found = []
         for block in blocks:
             last = self._last.get(block)
@@ -137,15 +142,6 @@ class StreamMover:
                 break
             found.append(block)
         return found
-
-    def _free_ended(self) -> None:
-        """Let go of what copies have kept alive that are known to have ended (rule 5), and count them."""
-        _drop_ended(self._in)
-        _drop_ended(self._out)
-        _drop_ended(self._last)
-        if self._of_forgotten:
-            self._of_forgotten = [leaving for leaving in self._of_forgotten if not leaving[0].done()]
-        self._copies.count()
 
     def _note_last(self, block: Block, copied: Event) -> None:
         self._last.pop(block, None)
@@ -162,20 +158,17 @@ class StreamMover:
     def _leave(self, block: Block) -> torch.UntypedStorage:
         """Make computation wait for the block's copies before its memory is freed (rule 4). Return its storage."""
         if block in self._in:
-            self._join([block])
+            self.wait_resident([block])
         leaving = self._out.pop(block, None)
         if leaving is not None:
             self._streams.wait(COMPUTE, leaving[0])
             self._computed.passed()
         storage = storage_of(block)
         if self._poison:
-            self._poison_left(block)
+            self._streams.fill(COMPUTE, block.address, block.size_bytes, POISON)
+            if not self._streams.in_region:  # user code may get this memory, and does not wait for the lane of computation
+                self._streams.record(COMPUTE).wait()
         return storage
-
-    def _poison_left(self, block: Block) -> None:
-        self._streams.fill(COMPUTE, block.address, block.size_bytes, POISON)
-        if not self._streams.in_region:  # user code may get this memory, and does not wait for the lane of computation
-            self._streams.record(COMPUTE).wait()
 
     # -- in
 
@@ -237,9 +230,6 @@ class StreamMover:
         block.address = storage_swap.install(storage_of(block), self._fresh.pop(block) if fresh is None else fresh)
 
     def wait_resident(self, blocks: Sequence[Block]) -> None:
-        self._join(blocks)
-
-    def _join(self, blocks: Sequence[Block]) -> None:
         """Make computation wait for the copies in of these blocks (rule 3)."""
         if not self._in:
             return
@@ -284,7 +274,7 @@ class StreamMover:
         """Do nothing: user code and the host's processor change the only copy of a block, so no second one becomes invalid."""
 
     def forget(self, block: Block) -> None:
-        self._join([block])
+        self.wait_resident([block])
         self._last.pop(block, None)
         leaving = self._out.pop(block, None)
         if leaving is not None:

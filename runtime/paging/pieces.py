@@ -68,7 +68,10 @@ class StagePieces(PagerPart):
         known = self._known.get(what)
         if known is not None and known.new_bytes >= new_bytes:
             if what in self._short or max(known.history, default=0) >= (self._account.budget_bytes or 0) // _LARGE_SHARE:
-                self._make_way(pieces, what, known.history, held)
+                self._gather(pieces, known.history, frozenset(held))
+                if self._in_vain >= self._patience:
+                    self._in_vain, self._patience = 0, 2 * self._patience
+                    raise DeviceMemoryError(f"free memory lies too far apart for {what}")
         elif what in self._seen:
             self._recording = pieces.begin_recording()
         self._seen.add(what)
@@ -98,12 +101,6 @@ class StagePieces(PagerPart):
             return None
         self._recording = False
         return self._device.pieces.recorded(MIN_MOVED_BYTES)
-
-    def _make_way(self, pieces: Pieces, what: str, history: Sequence[int], held: Sequence[Block]) -> None:
-        self._gather(pieces, history, frozenset(held))
-        if self._in_vain >= self._patience:
-            self._in_vain, self._patience = 0, 2 * self._patience
-            raise DeviceMemoryError(f"free memory lies too far apart for {what}")
 
     def _gather(self, pieces: Pieces, history: Sequence[int], held: frozenset[Block]) -> None:
         blocks: dict[int, Block] = {}

@@ -42,7 +42,14 @@ def host_limits(root: Path = Path("/"), *, available_bytes: int | None = None) -
     machine = HostLimit(
         what="the machine has available", available_bytes=available_bytes, remedy=f"{_LOWER}, or end other programs"
     )
-    return (machine, *_group_limits(root))
+    found = [machine]
+    for group in _control_groups(root, "memory"):
+        available = _memory_left(group)
+        if available is not None:
+            what = f"the memory limit of the control group {group.name} leaves"
+            remedy = f"{_LOWER}, or raise the limit of the container or job"
+            found.append(HostLimit(what=what, available_bytes=max(available, 0), remedy=remedy))
+    return tuple(found)
 
 
 def check_host_memory(size_bytes: int, limits: Sequence[HostLimit]) -> None:
@@ -62,17 +69,6 @@ def machine_cores(root: Path = Path("/"), *, count: int | None = None) -> float:
     """
     quotas = [_quota(group) for group in _control_groups(root, "cpu")]
     return min((count or os.cpu_count() or 1, *(quota for quota in quotas if quota is not None)))
-
-
-def _group_limits(root: Path) -> Iterator[HostLimit]:
-    for group in _control_groups(root, "memory"):
-        available = _memory_left(group)
-        if available is not None:
-            yield HostLimit(
-                what=f"the memory limit of the control group {group.name} leaves",
-                available_bytes=max(available, 0),
-                remedy=f"{_LOWER}, or raise the limit of the container or job",
-            )
 
 
 def _memory_left(group: _ControlGroup) -> int | None:

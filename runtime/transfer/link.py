@@ -315,8 +315,6 @@ class _Meter:
         now = time.perf_counter()
         if not self.moving:
             self._busy_since = now
-        if transfer.begun_at is None:
-            transfer.begun_at = now
         self.moving[transfer, chunk] = now
 
     def stop(self, transfer: Transfer, chunk: Chunk, *, moved: bool) -> None:
@@ -329,5 +327,3 @@ class _Meter:
             self._busy_seconds += now - self._busy_since
         if moved:
             self.moved_bytes += chunk.length_bytes
-        if transfer.begun_at is not None:
-            transfer.seconds = now - transfer.begun_at

@@ -25,14 +25,12 @@ class Transfer:
     slot, address: what is copied. The caller owns the memory and keeps it alive until the transfer has ended.
     error: why the transfer failed. None if it has not failed, or has not ended.
     error_after: what `on_done` has raised.
-    seconds: from the start of the first chunk to the end of the last one so far. 0 until a chunk has ended.
 
     All other attributes belong to the link and need its lock. `waiting` holds the chunks that have not begun, by drive.
     """
 
     __slots__ = (
         "address",
-        "begun_at",
         "done",
         "ended",
         "error",
@@ -40,7 +38,6 @@ class Transfer:
         "link",
         "on_done",
         "ready",
-        "seconds",
         "slot",
         "unfinished",
         "waiting",
@@ -54,7 +51,6 @@ class Transfer:
         self.done = False
         self.error: StorageError | None = None
         self.error_after: Exception | None = None
-        self.seconds = 0.0
         self.link = link
         self.waiting: dict[int, deque[Chunk]] = {}
         for chunk in chunks:
@@ -62,7 +58,6 @@ class Transfer:
         self.unfinished = len(chunks)
         self.on_done: OnDone | None = on_done  # None when it has been called
         self.ready = ready
-        self.begun_at: float | None = None
         self.ended = threading.Event()
 
     def __repr__(self) -> str:

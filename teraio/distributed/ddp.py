@@ -26,7 +26,7 @@ trains without these stages would wait for ever.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -78,17 +78,13 @@ class GradientBuckets:
         for each in objects:  # nobody has to call its step, so nothing else would show it
             refuse_overlapping(each)
         refuse_hidden_states(objects)
-        for module in _modules(objects):
+        # PyTorch has no list of them.
+        for module in (each for each in objects if issubclass(type(each), DistributedDataParallel)):
             DDP.require(module)
             trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
             for parameter in trained:
                 self._parameters[parameter] = module.gradient_as_bucket_view
             self.size_bytes += sum(parameter.nbytes for parameter in trained)
-
-
-def _modules(objects: Iterable[Any]) -> Iterator[DistributedDataParallel]:
-    # PyTorch has no list of them.
-    return (each for each in objects if issubclass(type(each), DistributedDataParallel))
 
 
 def rank_count() -> int:

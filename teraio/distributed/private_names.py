@@ -24,57 +24,33 @@ _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivateNames:
-    """What objects of one class have. library: as users call it."""
+    """What objects of one class have. library: as users call it. names: separated by spaces."""
 
     library: str
-    names: tuple[str, ...]
+    names: str
 
     def require(self, thing: object) -> None:
         """Raise UnsupportedError unless `thing` has all names, or its class declares them. Runs no property."""
-        missing = [name for name in self.names if not _has(thing, name)]
+        missing = [name for name in self.names.split() if not _has(thing, name)]
         if missing:
             raise _unknown(self.library, f"its {type(thing).__name__} has no {', '.join(missing)}")
 
 
 # torch 2.13 also has `_fsdp_param_groups`, since a state may have several.
-FSDP_STATE = PrivateNames(library="fully_shard", names=("_fsdp_param_group",))
+FSDP_STATE = PrivateNames(library="fully_shard", names="_fsdp_param_group")
 FSDP_GROUP = PrivateNames(
     library="fully_shard",
-    names=(
-        "_all_gather_result",
-        "_module_fqn",
-        "_training_state",
-        "fsdp_params",
-        "is_sharded",
-        "post_backward",
-        "unshard",
-        "unshard_in_backward",
-    ),
+    names="_all_gather_result _module_fqn _training_state fsdp_params is_sharded post_backward unshard unshard_in_backward",
 )
 FSDP_PARAMETER = PrivateNames(
     library="fully_shard",
-    names=(
-        "_param_fqn",
-        "_sharded_param_data",
-        "_unsharded_param",
-        "offload_to_cpu",
-        "sharded_param",
-        "unsharded_accumulated_grad",
-    ),
+    names="_param_fqn _sharded_param_data _unsharded_param offload_to_cpu sharded_param unsharded_accumulated_grad",
 )
 ZERO = PrivateNames(
     library="ZeroRedundancyOptimizer",
-    names=(
-        "_overlap_with_ddp",
-        "_partition_parameters",
-        "_sync_params",
-        "optim",
-        "parameters_as_bucket_view",
-        "process_group",
-        "rank",
-    ),
+    names="_overlap_with_ddp _partition_parameters _sync_params optim parameters_as_bucket_view process_group rank",
 )
-DDP = PrivateNames(library="DistributedDataParallel", names=("gradient_as_bucket_view",))
+DDP = PrivateNames(library="DistributedDataParallel", names="gradient_as_bucket_view")
 
 
 def module_states() -> Mapping[Any, Any]:

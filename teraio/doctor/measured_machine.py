@@ -39,7 +39,11 @@ def measured_machine(storage: Sequence[Path], device: torch.device) -> MachineDe
             flops["tf32"] = _matmul_rate(device, torch.float32, side)
         finally:
             torch.set_float32_matmul_precision(before)
-    cache = int(torch.cuda.get_device_properties(device).L2_cache_size) if on_gpu else 0
+    cache, gpu, tiny = 0, None, torch.zeros(1, device=device)
+    if on_gpu:
+        found = torch.cuda.get_device_properties(device)
+        cache = int(found.L2_cache_size)
+        gpu = GpuModel(capability=(found.major, found.minor), multiprocessors=found.multi_processor_count)
     return MachineDescription(
         flops_per_second=flops,
         matmul_efficiency=1.0,
@@ -48,16 +52,11 @@ def measured_machine(storage: Sequence[Path], device: torch.device) -> MachineDe
         cache_bytes=cache,
         cache_bytes_per_second=_memory_rate(device, cache // 4) if cache else 0.0,
         launch_seconds=_LAUNCH_SECONDS if on_gpu else 0.0,
-        operator_seconds=_operator_seconds(device) if on_gpu else 0.0,
-        gpu=_gpu_model(device) if on_gpu else None,
+        operator_seconds=_seconds(device, lambda: tiny.add_(1.0)) if on_gpu else 0.0,
+        gpu=gpu,
         hardware=_hardware(storage, device),
         sources=f"measured by teraio doctor, torch {torch.__version__}",
     )
-
-
-def _gpu_model(device: torch.device) -> GpuModel:
-    found = torch.cuda.get_device_properties(device)
-    return GpuModel(capability=(found.major, found.minor), multiprocessors=found.multi_processor_count)
 
 
 def _hardware(storage: Sequence[Path], device: torch.device) -> planner.Hardware:
@@ -91,11 +90,6 @@ def _memory_rate(device: torch.device, size_bytes: int) -> float:
     source = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2.0 * size_bytes / _seconds(device, lambda: target.copy_(source))
-
-
-def _operator_seconds(device: torch.device) -> float:
-    tiny = torch.zeros(1, device=device)
-    return _seconds(device, lambda: tiny.add_(1.0))
 
 
 def _host_update_rate() -> float:

@@ -73,7 +73,7 @@ def open_cuda(
             bus=_shared(tiers),
             reserved_bytes=lambda: streams.reserved_bytes,
             free_bytes=lambda: streams.free_bytes,
-            lift_limit=lambda: _lift_limit(streams),
+            lift_limit=lambda: setattr(streams, "limit_bytes", None),
             undo=undo.pop_all(),
         )
     return opened
@@ -152,10 +152,6 @@ def _limit(streams: CudaStreams, budget_bytes: int, page_bytes: int, spare_bytes
     streams.limit_bytes = max(budget_bytes - page_bytes, 0)
     streams.spare_bytes = page_bytes + max(budget_bytes // _SPARE_SHARE, spare_bytes)
     torch.cuda.empty_cache()  # cached memory counts towards the limit
-
-
-def _lift_limit(streams: CudaStreams) -> None:
-    streams.limit_bytes = None
 
 
 def _open_slab(size_bytes: int, device: torch.device, undo: ExitStack) -> HostStore:

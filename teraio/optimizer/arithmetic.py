@@ -333,8 +333,8 @@ def _tried(optimizer: Optimizer, owned: OwnedParameter, *, elementwise: bool) ->
         raise _Broken("the update of one parameter depends on another one")
     if elementwise:
         halves = after(*([each[rows] for each in one] for rows in (slice(4), slice(4, None))))
-        whole = _elements_of(alone)
-        if not all(torch.equal(whole[name], torch.cat(parts)) for name, parts in _joined(halves).items()):
+        parts = [_elements_of(each) for each in halves]
+        if not all(torch.equal(value, torch.cat([each[name] for each in parts])) for name, value in _elements_of(alone).items()):
             raise _Broken("the update of one element depends on another one")
     size = alone.parameter.nbytes
     states = sum(value.nbytes for name, value in _elements_of(alone).items() if name)
@@ -347,11 +347,6 @@ def _elements_of(replica: Replica) -> dict[str, Tensor]:
     """Return the parameter, under the name "", and the states that have its elements."""
     states = {name: value for name, value in replica.state.items() if has_elements_of(value, replica.parameter)}
     return {"": replica.parameter, **states}
-
-
-def _joined(halves: Sequence[Replica]) -> dict[str, list[Tensor]]:
-    found = [_elements_of(each) for each in halves]
-    return {name: [each[name] for each in found] for name in found[0]}
 
 
 def _equal(one: Replica, other: Replica) -> bool:

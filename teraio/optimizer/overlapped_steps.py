@@ -253,6 +253,12 @@ class Member:
         """Bytes of parameter, gradient and states, estimated from what is the same in every iteration."""
         return self.facts.trained_bytes(self.parameter)
 
+    @property
+    def itself(self) -> Replica:
+        """The parameter as its own replica, for an update of some parameters alone."""
+        state = self.facts.optimizer.state.get(self.parameter, {})
+        return Replica(group=self.eligibility.group, parameter=self.parameter, state=state)
+
 
 @dataclass(frozen=True, slots=True)
 class UpdateStage:
@@ -338,7 +344,7 @@ class RegionUpdates:
                 member.eligibility.updated = True  # also if the update fails half-way
                 member.parameter.grad = slots[member.final.slot]
             with annotate("update", name):
-                update_replicas(facts, [_itself(member) for member in members])
+                update_replicas(facts, [member.itself for member in members])
             end = self._recorder.mark()
         finally:
             for member in again:
@@ -357,9 +363,3 @@ class RegionUpdates:
                 written=changed,
             )
         )
-
-
-def _itself(member: Member) -> Replica:
-    """Return the parameter as its own replica, for an update of some parameters alone."""
-    state = member.facts.optimizer.state.get(member.parameter, {})
-    return Replica(group=member.eligibility.group, parameter=member.parameter, state=state)

@@ -134,7 +134,7 @@ def test_counters(make_link: MakeLink, gate: Gate) -> None:
     for transfer in transfers:
         transfer.wait(30)
     assert link.moved_bytes == 6 * CHUNK
-    assert link.busy_seconds == link.busy_seconds <= 2 * max(t.seconds for t in transfers)
+    assert link.busy_seconds == link.busy_seconds > 0.02
 
 
 # -- errors
@@ -222,10 +222,10 @@ def test_waiting_can_time_out(make_link: MakeLink, gate: Gate) -> None:
     transfer = make_link().submit(slot("slow"), 0, nothing)
     with pytest.raises(TimeoutError, match="slow 4096 bytes pending> has not ended after 0.01 seconds"):
         transfer.wait(0.01)
-    assert not transfer.done and transfer.seconds == 0.0
+    assert not transfer.done
     gate.let()
     transfer.wait(30)
-    assert transfer.done and transfer.seconds > 0.0 and transfer.bytes == 4096
+    assert transfer.done and transfer.bytes == 4096
 
 
 # -- closing, and drives that do not answer
@@ -363,7 +363,7 @@ def test_waiting_for_memory_is_no_drives_fault_and_no_work(make_link: MakeLink, 
     gate.let()
     fence.opened.set()
     transfer.wait(30)
-    assert 0 < link.busy_seconds < 0.3 and transfer.seconds < 0.3
+    assert 0 < link.busy_seconds < 0.3
     assert link.moved_bytes == CHUNK
 
 
@@ -381,7 +381,7 @@ def test_memory_that_never_gets_ready_fails_the_transfer(make_link: MakeLink, ga
     good.wait(30)
     with pytest.raises(StorageError) as raised:
         bad.wait(30)
-    assert told == [raised.value] and bad.seconds == 0.0
+    assert told == [raised.value]
     assert gate.begun == ["good"] and link.moved_bytes == CHUNK
     if isinstance(error, StorageError):
         assert raised.value is error
