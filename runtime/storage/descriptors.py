@@ -1,8 +1,13 @@
-"""Descriptors that forked children do not keep: a child that outlives its parent would keep the bytes of deleted files."""
+"""Descriptors that forked children do not keep: a child that outlives its parent would keep the bytes of deleted files.
+
+And those that bypass the page cache.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import suppress
 
 _OWN: set[int] = set()
 
@@ -19,6 +24,19 @@ def close_descriptor(descriptor: int) -> None:
     """Close a descriptor, also of `keep_from_children`."""
     _OWN.discard(descriptor)
     os.close(descriptor)
+
+
+def open_direct(descriptor: int, flags: int, works: Callable[[int], bool]) -> int | None:
+    """Open an open file again for direct I/O. Return the descriptor; None if the system refuses it, or `works` does."""
+    try:
+        direct = os.open(f"/proc/self/fd/{descriptor}", flags | os.O_DIRECT)
+    except OSError:
+        return None
+    with suppress(OSError):
+        if works(direct):
+            return direct
+    os.close(direct)
+    return None
 
 
 def _replace_in_child() -> None:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from planner.errors import StorageError, StorageFullError, StorageIOError
-from runtime.storage.descriptors import close_descriptor, keep_from_children
+from runtime.storage.descriptors import close_descriptor, keep_from_children, open_direct
 from runtime.storage.slot_store import FreeSpace, Store
 from runtime.storage.store import ALIGNMENT_BYTES, Extent, Slot, align_up
 from runtime.storage.user_files import UserFiles
@@ -217,7 +217,8 @@ class SpillFile:
                 # Two descriptors: the C library may preallocate by writing single bytes, which direct I/O refuses.
                 self._buffered = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
                 undo.callback(os.close, self._buffered)
-                unbuffered = _open_direct(self._buffered) if direct else None
+                unbuffered = open_direct(self._buffered, os.O_RDWR, _carries) if direct else None
+                os.ftruncate(self._buffered, 0)
             except OSError as error:
                 raise StorageError(
                     f"cannot create a spill file: {error}; give a storage directory that you can write to"
@@ -257,25 +258,13 @@ class SpillFile:
             close_descriptor(each)
 
 
-def _open_direct(buffered: int) -> int | None:
-    """Open a new, empty file for direct I/O too, and try a write and a read. Return the descriptor, None if they do not work."""
-    try:
-        direct = os.open(f"/proc/self/fd/{buffered}", os.O_RDWR | os.O_DIRECT)
-    except OSError:
-        return None
+def _carries(direct: int) -> bool:
+    """Whether a page that is written to a new, empty file can be read."""
     # Pages of their own: direct I/O needs aligned addresses.
     sent, received = mmap.mmap(-1, ALIGNMENT_BYTES), mmap.mmap(-1, ALIGNMENT_BYTES)
     sent.write(os.urandom(ALIGNMENT_BYTES))
-    try:
-        moved = os.pwritev(direct, [sent], 0), os.preadv(direct, [received], 0)
-        works = moved == (ALIGNMENT_BYTES, ALIGNMENT_BYTES) and received[:] == sent[:]
-    except OSError:
-        works = False
-    os.ftruncate(buffered, 0)
-    if works:
-        return direct
-    os.close(direct)
-    return None
+    moved = os.pwritev(direct, [sent], 0), os.preadv(direct, [received], 0)
+    return moved == (ALIGNMENT_BYTES, ALIGNMENT_BYTES) and received[:] == sent[:]
 
 
 def _drive_full(needed: int, file: SpillFile) -> str:

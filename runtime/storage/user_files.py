@@ -31,7 +31,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from planner.errors import StorageError, StorageIOError
-from runtime.storage.descriptors import close_descriptor, keep_from_children
+from runtime.storage.descriptors import close_descriptor, keep_from_children, open_direct
 from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot, align_up, content_of, cut_chunk, io_error
 
 _COMPARED_BYTES = 1 << 20
@@ -59,7 +59,13 @@ class UserFile:
         self._told = False
         self.descriptor = os.open(path, os.O_RDONLY)
         found = os.fstat(self.descriptor)
-        unbuffered = _open_direct(self.descriptor, found.st_size) if direct and found.st_size else None
+        last = (found.st_size - 1) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+        def reads_last_page(descriptor: int) -> bool:
+            with mmap.mmap(-1, ALIGNMENT_BYTES) as page:
+                return os.preadv(descriptor, [page], last) == found.st_size - last
+
+        unbuffered = open_direct(self.descriptor, os.O_RDONLY, reads_last_page) if direct and found.st_size else None
         self.direct = unbuffered is not None
         if unbuffered is not None:
             os.close(self.descriptor)
@@ -228,20 +234,3 @@ def _slot(file: UserFile, name: str, offset_bytes: int, size_bytes: int) -> Slot
         drive=file.drive,
     )
     return Slot(name=name, size_bytes=length, content_bytes=size_bytes, extents=(extent,), file=file, lead_bytes=lead)
-
-
-def _open_direct(descriptor: int, size_bytes: int) -> int | None:
-    """Open an open file again for direct I/O, and try to read its last page. Return the descriptor, None if it does not work."""
-    offset = (size_bytes - 1) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-    try:
-        direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT)
-    except OSError:
-        return None
-    try:
-        with mmap.mmap(-1, ALIGNMENT_BYTES) as page:
-            if os.preadv(direct, [page], offset) == size_bytes - offset:
-                return direct
-    except OSError:
-        pass
-    os.close(direct)
-    return None

@@ -86,7 +86,7 @@ def choose_path(candidates: Sequence[PathCandidate], *, open_engine: OpenEngine,
 
     forced: the name of the only candidate to use.
     Takes some seconds, and memory and bytes in the directories during that time (see `Engine.measure`). Logs the result.
-    Raises UnsupportedError if the forced path does not work but others do; the message gives the reason and the others.
+    Raises UnsupportedError if the forced path does not work; the message gives the reason and the others.
     Raises StorageFullError if the drives or the storage budget are full. If nothing works, raises the only reason, or
     StorageError with all of them.
     """
@@ -150,26 +150,16 @@ def _working(candidates: Iterable[PathCandidate], open_engine: OpenEngine, refus
 
 
 def _forced(candidates: Sequence[PathCandidate], name: str, open_engine: OpenEngine) -> StoragePath:
-    refused: dict[str, TeraioError] = {}
     named = [candidate for candidate in candidates if candidate.name == name]
     try:
         if not named:
             raise UnsupportedError("there is no such path between this device and drives")
         return _try(named[0], open_engine)
-    except StorageFullError:
-        raise
-    except (UnsupportedError, StorageError) as error:
-        refused[name] = error
-    others = [candidate for candidate in candidates if candidate.name != name]
-    working = _working(others, open_engine, refused)
-    for path in working:
-        path.close()
-    if not working:
-        raise _nothing_works(refused)
-    works = ", ".join(repr(path.name) for path in working)
-    raise UnsupportedError(
-        f"storage_path {name!r} does not work here: {refused[name]}. What works: {works}; give that, or 'auto'"
-    ) from refused[name]
+    except UnsupportedError as error:
+        others = ", ".join(repr(candidate.name) for candidate in candidates if candidate.name != name)
+        raise UnsupportedError(
+            f"storage_path {name!r} does not work here: {error}; give 'auto', which takes what works of {others}"
+        ) from error
 
 
 def _nothing_works(refused: Mapping[str, TeraioError]) -> TeraioError:

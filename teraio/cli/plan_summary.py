@@ -91,16 +91,7 @@ def summarise_moves(plan: planner.Plan, trace: planner.Trace | None) -> list[Dat
     ]
 
 
-_REASONS = (
-    "block_name",
-    "size_bytes",
-    "after_name",
-    "before_name",
-    "relieved_stage",
-    "relieved_name",
-    "excess_bytes",
-    "host_update",
-)
+_REASONS = "block_name size_bytes after_name before_name relieved_stage relieved_name excess_bytes host_update".split()
 
 
 def _reason(move: planner.Move, trace: planner.Trace, excess: Sequence[int], updated: planner.Subgroup | None) -> Data:

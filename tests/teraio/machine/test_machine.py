@@ -227,7 +227,7 @@ def test_the_trace_says_which_way_was_taken(tmp_path: Path, option: str, path: s
     assert list(tmp_path.iterdir()) == []
 
 
-WAY = "storage_path '{}' does not work here: .* What works: 'posix'; give"
+WAY = "storage_path '{}' does not work here: .*; give 'auto', which takes what works of 'posix'"
 
 
 @pytest.mark.parametrize(

