@@ -291,7 +291,7 @@ class Pager(Stages):
         with self._lock:
             short = size_bytes - self.account.free_bytes - self.account.offloading_bytes
             if short > 0:
-                self._room.evict_ahead(short, keep)
+                self._room.evict(short, keep)
 
     def drop_void_copies(self, tier: WaitingTier) -> None:
         """Free the slots in `tier` of blocks on the device that were written since. Never waits."""

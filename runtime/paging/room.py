@@ -107,18 +107,17 @@ class RoomMaker(PagerPart):
         self._device.give_back_memory()
 
     def evict(self, wanted_bytes: int, keep: Collection[Block] = ()) -> None:
-        """Let blocks leave, but none of `keep`, until `wanted_bytes` are or will be free, or no block is left."""
-        for block in self._leaving(keep):
-            if wanted_bytes <= 0:
-                return
-            wanted_bytes -= block.size_bytes
-            self._transitions.begin_offload(block)
+        """Let blocks leave, but none of `keep`, until `wanted_bytes` are or will be free, or no block is left.
 
-    def evict_ahead(self, wanted_bytes: int, keep: Collection[Block] = ()) -> None:
-        """Do what `evict` does. Where the lower tiers are full, fewer blocks leave as long as copies are under way: when those
-        have ended, slots of what came in are free. Raises StorageFullError where none is."""
+        Where the lower tiers are full, fewer blocks leave as long as copies are under way: when those have ended, slots of what
+        came in are free. Raises StorageFullError where none is.
+        """
         try:
-            self.evict(wanted_bytes, keep)
+            for block in self._leaving(keep):
+                if wanted_bytes <= 0:
+                    return
+                wanted_bytes -= block.size_bytes
+                self._transitions.begin_offload(block)
         except StorageFullError:
             if not self._copies_are_under_way:
                 raise
@@ -127,7 +126,7 @@ class RoomMaker(PagerPart):
         """Evict for a stage that needs `blocks`. Return False if the lower tiers are full, so that one of these begins to come
         in first: its slot can serve then. Raises StorageFullError if none fits."""
         try:
-            self.evict_ahead(wanted_bytes)
+            self.evict(wanted_bytes)
             return True
         except StorageFullError:
             room = self._account.unused_bytes
