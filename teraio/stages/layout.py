@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Constant, Kind, Phase, Program, SizedGraph, Stage, StageFunction
+from teraio.stages.kernels import storages_of
 from teraio.stages.operators import (
     Symbols,
     has_class_loss,
@@ -59,6 +60,7 @@ def lay_out(
     kept = {slots[node] for node in returned}
     names = _unique([f"{prefix}/{subgraph.path}" for subgraph in subgraphs])
     unmoved = [n for n in (*placeholders, *returned) if n.name not in counted]
+    storages = storages_of(list(gm.graph.nodes))
     owners = [[storages[node][0] for node in subgraph.inputs] for subgraph in subgraphs]
     resizer = Resizer(placeholders, returned, unmoved, subgraphs, owners)
     hints = _symbol_values(placeholders, [node.meta.get("val") for node in placeholders])
