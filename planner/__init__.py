@@ -27,7 +27,7 @@ from planner.errors import (
     TraceError,
     UnsupportedError,
 )
-from planner.policies import plan
+from planner.policies import plan, with_shorter
 from planner.problem import InactivePeriod, floor, inactive_periods, of_equal_ranks, recomputed
 from planner.schema import (
     Block,
@@ -96,4 +96,5 @@ __all__ = [
     "stations_of_step",
     "step_seconds",
     "subgroup_bytes",
+    "with_shorter",
 ]

@@ -15,7 +15,7 @@ import sys
 import threading
 from pathlib import Path
 
-from planner import Budgets, TeraioError, Trace, plan
+from planner import Budgets, TeraioError, Trace, plan, with_shorter
 
 NO_PLAN = 3  # the exit status when no plan can be made
 
@@ -29,7 +29,8 @@ def main(arguments: list[str]) -> int:
         storage_bytes=None if storage_bytes == "-" else int(storage_bytes),
     )
     try:
-        made = plan(Trace.load(trace_path), budgets, time_limit_seconds=float(seconds))
+        trace = Trace.load(trace_path)
+        made = with_shorter(plan(trace, budgets, time_limit_seconds=float(seconds)), trace)
     except TeraioError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return NO_PLAN

@@ -55,6 +55,7 @@ from teraio.profiling import (
     Repetition,
     build_profile,
     times_agree,
+    with_lengths,
 )
 from teraio.watching import RunPhase
 
@@ -64,6 +65,7 @@ _RECENT = 8  # iterations whose median time is reported
 # So many times the iterations that the options ask for are profiled at most, if stages take very different times in them.
 _LONGEST = 2
 _OF_VARYING_SIZES = 3  # so many times the iterations are profiled where inputs vary in size, to see a large one
+_MOST_SAMPLES = 8  # lengths of inputs from which it is learned how sizes and times depend on them
 _CLEARLY_LARGER = 1.05  # so many times the bytes of the blocks that a plan is for are worth another plan
 _OUTSIDE_SECONDS = 0.1  # seconds of an iteration outside of compiled graphs that are worth a warning
 
@@ -251,17 +253,31 @@ class ProfilePhase(Phase):
         return PlannedPhase(run, profile, plan)
 
 
-def _profile_of(run: RunContext, recorded: Sequence[Iteration]) -> Profile:
-    """Return the profile of the iterations with the largest inputs, of a row that ran the same graphs. Not of the first one."""
-    largest = max(recorded[1:], key=lambda each: each.made_bytes).signature
-    profiled = [number for number, each in enumerate(recorded) if number and each.signature == largest]
+def _profile_of(run: RunContext, recorded: Sequence[Iteration], known: Sequence[Profile] = ()) -> Profile:
+    """Return the profile of the iterations with the largest inputs, of a row that ran the same graphs. Not of the first one.
+
+    Its trace says how sizes and times depend on the length of inputs, as far as these iterations and known profiles tell.
+    """
+    numbers: dict[object, list[int]] = {}
+    for number in sorted(range(1, len(recorded)), key=lambda number: (recorded[number].made_bytes, number)):
+        numbers.setdefault(recorded[number].signature, []).append(number)
+    *shorter, largest = numbers.values()
+    samples = list(known)
+    for each in shorter[:: -(-len(shorter) // _MOST_SAMPLES) or 1]:
+        with contextlib.suppress(ValidationError):  # what contradicts itself tells nothing
+            samples.append(_profiled(run, recorded, each))
+    return with_lengths([*samples, _profiled(run, recorded, largest)])
+
+
+def _profiled(run: RunContext, recorded: Sequence[Iteration], numbers: Sequence[int]) -> Profile:
+    """Return the profile of those of the iterations that have these numbers; their inputs had the same sizes."""
     profile = build_profile(
-        [recorded[number] for number in profiled],
+        [recorded[number] for number in numbers],
         name=Path(sys.argv[0]).stem or "training",
         created_by=f"teraio, torch {torch.__version__}",
         hardware=run.machine.hardware(),
         fixed_bytes=run.pager.account.unmoved_bytes,
-        survivors=recorded[profiled[-1] - 1].survivors,
+        survivors=recorded[numbers[-1] - 1].survivors,
         no_reruns=why_no_reruns(run.options),
     )
     trace = profile.trace.model_copy(update={"subgroup_bytes": run.subgroups.used_bytes})
@@ -365,6 +381,7 @@ class PlannedPhase(Phase):
             run.options, run.machine, run.observer, run.background, profile, plan, keep=self._keep
         )
         self._planned = profile.iteration.structure
+        self._samples = list(profile.samples)
         self._largest_bytes = profile.made_bytes
         self._before: Iteration | None = None
         self._unplanned = 0
@@ -394,20 +411,30 @@ class PlannedPhase(Phase):
             # Its inputs were clearly larger than those that the plan is for, so that blocks left on demand.
             if self._run.options.plan is None and iteration.made_bytes > self._largest_bytes * _CLEARLY_LARGER:
                 return self._plan_for([before, iteration])
-            if self.follower.thinned.wanted(iteration):
-                with contextlib.suppress(ValidationError):  # what contradicts itself serves for no plan
-                    self.follower.thinned.add(_profile_of(self._run, [before, iteration]))
+            if not self.follower.covers(iteration):
+                self._cover([before, iteration])
         if self._unplanned <= self._run.options.profile_iterations:
             return self
         logger.info("the last %d iterations were not those that were planned: profiling again", self._unplanned)
         self.end()
         return ProfilePhase(self._run)
 
+    def _cover(self, recorded: Sequence[Iteration]) -> None:
+        """Learn from the last of these iterations what to follow for inputs as short as its own."""
+        if not self._samples:
+            return  # an earlier start made the plan, or they tell nothing
+        with contextlib.suppress(ValidationError):  # what contradicts itself tells nothing
+            self._samples = [_profile_of(self._run, recorded).samples[-1], *self._samples[1 - _MOST_SAMPLES :]]
+            lengths = with_lengths(self._samples).trace.lengths
+            if lengths is None:
+                self._samples.clear()  # more of them would tell no more
+            else:
+                self.follower.cover(lengths)
     def _plan_for(self, recorded: Sequence[Iteration]) -> Phase:
         """Begin to plan for the last of these iterations, and follow the plan for smaller inputs meanwhile."""
         self._largest_bytes = recorded[-1].made_bytes
         try:
-            profile = _profile_of(self._run, recorded)
+            profile = _profile_of(self._run, recorded, self._samples)
         except ValidationError as error:
             logger.warning("an iteration with larger inputs contradicts itself, please report this: %s", error)
             return self

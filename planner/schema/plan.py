@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from typing import Annotated, Literal, Self
 
 from pydantic import FailFast, model_validator
 
 from planner.errors import PlanError
 from planner.schema.json_file import faults, read_model, write_atomic
-from planner.schema.models import Bytes, FrozenModel, GrownModel, Id, Seconds
-from planner.schema.trace import SubgroupBytes, Tier
+from planner.schema.lengths import Length
+from planner.schema.models import Bytes, FrozenModel, GrownModel, Id, Ids, Seconds, check_ids
+from planner.schema.trace import SubgroupBytes, Tier, Trace
 
 FORMAT = "teraio.plan"
 VERSION = 1
@@ -143,15 +145,27 @@ class Predicted(GrownModel):
     recompute_seconds: Seconds = 0.0
 
 
+class Shorter(FrozenModel):
+    """The plan for inputs of at most `length`: without the moves `left_out` (numbers in `moves`), for whose blocks there is room.
+
+    predicted: at this length; its lower bound is not computed.
+    """
+
+    length: Length
+    left_out: Ids = ()
+    predicted: Predicted
+
+
 class Plan(GrownModel):
     """The decisions for one trace.
 
     `moves` are in queue order: of the moves that start at the same stage, a link serves the first one first. The `updates` on
     the host are in queue order too. subgroup_bytes: from the trace; training with this plan must cut optimizers into subgroups
-    of that size.
+    of that size. shorter: what is followed for shorter inputs, the longest first, where the trace says how sizes depend on the
+    length. Moves over the iteration's end are in all of them: each iteration finds blocks where any of these expects them.
     """
 
-    added_later = ("subgroup_bytes",)
+    added_later = ("subgroup_bytes", "shorter")
 
     format: Literal["teraio.plan"] = "teraio.plan"
     version: Literal[1] = 1
@@ -165,6 +179,22 @@ class Plan(GrownModel):
     recompute: Annotated[tuple[Recompute, ...], FailFast()] = ()
     predicted: Predicted | None = None
     subgroup_bytes: SubgroupBytes | None = None
+    shorter: Annotated[tuple[Shorter, ...], FailFast()] = ()
+
+    @model_validator(mode="after")
+    def _shorter_in_order(self) -> Self:
+        lengths = [each.length for each in self.shorter]
+        if lengths != sorted(set(lengths), reverse=True):
+            raise ValueError(f"shorter: lengths must descend without repetition, found {lengths[:20]}")
+        for each in self.shorter:
+            check_ids(f"the plan for length {each.length}", each.left_out, len(self.moves), "move")
+        return self
+
+    def thinned(self, left_out: Collection[int], trace: Trace) -> Plan:
+        """Return the plan without these moves, by number, for a trace with other sizes."""
+        kept, without = enumerate(self.moves), frozenset(left_out)
+        moves = tuple(move for number, move in kept if number not in without)
+        return self.model_copy(update={"trace_fingerprint": trace.fingerprint, "moves": moves, "shorter": ()})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -177,7 +207,9 @@ class Plan(GrownModel):
 
     def fault(self) -> str | None:
         """Return what no plan file may hold: a number beyond the limits, with its place. None if a reader takes the plan."""
-        computed = self.model_dump(mode="json", include={"budgets", "solver", "predicted"})  # the rest is ids and names
+        computed = self.model_dump(
+            mode="json", include={"budgets", "solver", "predicted", "shorter"}
+        )  # the rest is ids and names
         return next(faults(computed), None)
 
     def text(self) -> str:

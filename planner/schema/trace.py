@@ -11,8 +11,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import FailFast, Field, ValidationError, model_validator
 
-from planner.errors import TraceError
+from planner.errors import OptionsError, TraceError
 from planner.schema.json_file import read_model, write_atomic
+from planner.schema.lengths import Lengths
 from planner.schema.models import (
     Bytes,
     FrozenModel,
@@ -28,7 +29,14 @@ from planner.schema.models import (
 
 FORMAT = "teraio.trace"
 VERSION = 1
-_WITHOUT_EFFECT = {"name", "created_by", "subgroup_bytes", "not_recomputed", "work"}  # fields that plans do not depend on
+_WITHOUT_EFFECT = {
+    "name",
+    "created_by",
+    "subgroup_bytes",
+    "not_recomputed",
+    "work",
+    "lengths",
+}  # fields that plans do not depend on
 
 Tier = Literal["device", "host", "storage"]
 # What a stage belongs to. "recompute": a re-run of a plan, see `planner.recomputed`; never in a file.
@@ -254,6 +262,12 @@ class Work(FrozenModel):
         grown = {name: value * factor for name in ("tokens", "samples", "flops") if (value := getattr(self, name)) is not None}
         return self.model_copy(update=grown)
 
+    def at(self, share: float) -> Self:
+        """Return the work with inputs of this share of the length. Of the operations it is not known: attention makes them grow
+        faster than the length."""
+        changed = {name: max(round(value * share), 1) for name in ("tokens", "samples") if (value := getattr(self, name))}
+        return self.model_copy(update={**changed, "flops": None, "peak_flops_per_second": None})
+
 
 class Trace(GrownModel):
     """One iteration as measured: stages in order, blocks with their uses, links.
@@ -261,10 +275,10 @@ class Trace(GrownModel):
     The constructor checks that ids are consecutive from 0 and that every id that is referred to exists. It raises pydantic's
     ValidationError; `Trace.load` raises TraceError for the same faults and for all faults of the file. subgroup_bytes: the size
     by which the optimizer was cut into subgroups, see [Note: The size of subgroups]. Left out of the file where it is not known.
-    `recompute`: at most one group for each stage.
+    `recompute`: at most one group for each stage. lengths: sizes and times with shorter inputs; None where inputs do not vary.
     """
 
-    added_later = ("subgroup_bytes", "not_recomputed", "work")
+    added_later = ("subgroup_bytes", "not_recomputed", "work", "lengths")
 
     format: Literal["teraio.trace"] = "teraio.trace"
     version: Literal[1] = 1
@@ -278,6 +292,7 @@ class Trace(GrownModel):
     subgroup_bytes: SubgroupBytes | None = None
     not_recomputed: Annotated[tuple[NotRecomputed, ...], FailFast()] = ()
     work: Work | None = None
+    lengths: Lengths | None = None
     stored_fingerprint: str | None = Field(
         default=None, validation_alias="fingerprint", serialization_alias="fingerprint", exclude=True
     )
@@ -323,6 +338,13 @@ class Trace(GrownModel):
             if stage.phase == "recompute":
                 raise ValueError(f"stage {stage.id} has the phase 'recompute', which only re-runs of a plan have: use another")
         self._check_groups()
+        if self.lengths is not None:
+            for what, named, count in (
+                ("block_bytes", self.lengths.block_bytes, blocks),
+                ("workspace_bytes", self.lengths.workspace_bytes, stages),
+                ("stage_seconds", self.lengths.stage_seconds, stages),
+            ):
+                check_ids(f"lengths.{what}", tuple(each.id for each in named), count, "id")
         return self
 
     def _check_groups(self) -> None:
@@ -339,6 +361,60 @@ class Trace(GrownModel):
                 raise ValueError(f"recompute group {group.id} runs stage {group.stage} again as another does; leave one")
             seen.add(group.stage)
             _check_group(group, self.stages[group.stage], touched[group.stage])
+
+    def at(self, length: int) -> Trace:
+        """Return the same iteration with inputs of another length: its stages, blocks and uses, with the sizes and times there.
+
+        Raises OptionsError if the trace does not say how sizes depend on the length, or not for this one.
+        """
+        known = self.lengths
+        if known is None:
+            raise OptionsError(
+                f"trace {printable(self.name)}: found length {length}, but the trace is of one length; capture it with --lengths"
+            )
+        if not known.lowest <= length <= known.highest:
+            raise OptionsError(
+                f"trace {printable(self.name)}: found length {length}, wanted one from {known.lowest} to {known.highest}, for "
+                "which sizes are known; make a trace of a larger range"
+            )
+        if length == known.highest:
+            return self
+        sizes = {each.id: each.bytes_at(length) for each in known.block_bytes}
+        workspaces = {each.id: each.bytes_at(length) for each in known.workspace_bytes}
+        shares = {each.id: each.at(length) / whole for each in known.stage_seconds if (whole := each.at(known.highest))}
+        remade = {block for group in self.recompute for block in group.blocks}
+        shrunk: dict[int, int] = {}  # by stage, of what counts as workspace where it runs again
+        for stage in self.stages if self.recompute else ():
+            shrunk[stage.id] = stage.workspace_bytes - workspaces.get(stage.id, stage.workspace_bytes)
+        for block in self.blocks if self.recompute else ():
+            if block.id in sizes and block.id not in remade and not block.persistent:
+                shrunk[block.uses[0]] += block.size_bytes - sizes[block.id]
+
+        def of_stage(stage: Stage) -> Stage:
+            share = shares.get(stage.id, 1.0)
+            seconds, inside = stage.duration_seconds * share, stage.collective_seconds * share
+            changed = {"duration_seconds": seconds, "collective_seconds": min(inside, seconds)}
+            return stage.model_copy(update={**changed, "workspace_bytes": workspaces.get(stage.id, stage.workspace_bytes)})
+
+        def of_block(block: Block) -> Block:
+            size = sizes[block.id]
+            movable = block.movable and (size >= known.movable_bytes or block.id in remade)
+            return block.model_copy(update={"size_bytes": size, "movable": movable})
+
+        def of_group(group: RecomputeGroup) -> RecomputeGroup:
+            seconds = group.duration_seconds * shares.get(group.stage, 1.0)
+            workspace = max(group.workspace_bytes - shrunk[group.stage], 0)
+            return group.model_copy(update={"duration_seconds": seconds, "workspace_bytes": workspace})
+
+        return self.model_copy(
+            update={
+                "stages": tuple(map(of_stage, self.stages)),
+                "blocks": tuple(of_block(block) if block.id in sizes else block for block in self.blocks),
+                "recompute": tuple(map(of_group, self.recompute)),
+                "work": None if self.work is None else self.work.at(length / known.highest),
+                "lengths": None,
+            }
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:

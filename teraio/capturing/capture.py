@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.optim import Optimizer
 
 import planner
@@ -32,26 +34,29 @@ from teraio.capturing.modelled import DescribedHostRates, EagerWork, KnownValues
 from teraio.capturing.pretended_gpu import answering, pretended_gpu
 from teraio.machine import Shared
 from teraio.options import Options
-from teraio.phases import Phase, ProfilePhase
-from teraio.profiling import Profile
+from teraio.phases import Phase, ProfilePhase, RunContext
+from teraio.profiling import Profile, with_lengths
 from teraio.ranks import RankGroup
 from teraio.registry import REGISTRY
 from teraio.stages import Kernel, eager_codegen, kernels_of, workspace_bytes
 from teraio.training_run import RunParts, TrainingRun
 
-Step = Callable[[], object]
+Step = Callable[..., object]  # takes a length where a range of lengths is captured
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 Inputs = Sequence[Any] | Mapping[str, Any]
 _MOST_STEPS = 12
+_LENGTHS = 5  # at which a range of lengths is captured
 
 
 class _CapturePhase(ProfilePhase):
-    """Profiles, and keeps the profile."""
+    """Profiles, and keeps the profiles."""
 
-    profile: Profile | None = None
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self.profiles: list[Profile] = []
 
     def _decide(self, profile: Profile) -> Phase:
-        self.profile = profile
+        self.profiles.append(profile)
         return self
 
 
@@ -111,37 +116,48 @@ class _Capture:
             shared,
         )
 
-    def _first_phase(self, context: Any) -> Phase:
+    def _first_phase(self, context: RunContext) -> Phase:
         self._phases.append(_CapturePhase(context))
         return self._phases[-1]
 
     def _codegen(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any], *, fuses: bool) -> StageFunction:
         run = eager_codegen(module, inputs, options)
-        kernels = kernels_of(module.graph)
-        workspace = workspace_bytes(module.graph, fuses=fuses)
-        seconds = self._description.stage_seconds(kernels)
         is_backward = bool(options.get("is_backward"))
-        once = [kernel for kernel in kernels if not (is_backward and kernel.of_forward)]
+        symbolic = any(isinstance(value, torch.SymInt) for value in inputs)
+
+        def work_of(graph: Graph) -> tuple[list[Kernel], int]:
+            return kernels_of(graph), workspace_bytes(graph, fuses=fuses)
+
+        known: dict[tuple[Any, ...], tuple[list[Kernel], int]] = {}
+        as_compiled = work_of(module.graph)
 
         def stage(values: list[Any]) -> Sequence[Any]:
+            kernels, workspace = as_compiled
+            if symbolic:
+                sizes = tuple(value.shape if isinstance(value, Tensor) else value for value in values)
+                if sizes not in known:
+                    with self.work.paused():
+                        known[sizes] = work_of(_sized(module, values).graph)
+                kernels, workspace = known[sizes]
             before = {tensor.untyped_storage()._cdata for tensor in values if isinstance(tensor, Tensor)}
             with self.work.paused():
                 made = run(values)
             storages = [tensor.untyped_storage() for tensor in made if isinstance(tensor, Tensor)]
             new = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in before}
             self._device.allocate(sum(new.values()) + workspace)
-            self._device.advance(seconds)
+            self._device.advance(self._description.stage_seconds(kernels))
             self.executed.append(kernels)
-            for kernel in once if is_backward or not _in_backward() else ():
-                self._flops[kernel.dtype] += kernel.model_flops
+            if is_backward or not _in_backward():
+                for kernel in kernels:
+                    self._flops[kernel.dtype] += 0.0 if is_backward and kernel.of_forward else kernel.model_flops
             return made
 
         return stage
 
     @property
-    def profile(self) -> Profile | None:
-        """What was captured; None before enough steps have run."""
-        return self._phases[0].profile if self._phases else None
+    def profiles(self) -> list[Profile]:
+        """What was captured; empty before enough steps have run."""
+        return self._phases[0].profiles if self._phases else []
 
     @property
     def waiting_for(self) -> str:
@@ -149,6 +165,15 @@ class _Capture:
         if not self._phases:
             return 'nothing was compiled with backend="teraio"'
         return f"it waits for {REGISTRY.runs()[0].status().waiting_for}"
+
+
+def _sized(module: GraphModule, values: Sequence[Any]) -> GraphModule:
+    """Return a copy of a graph with symbolic sizes, for the sizes of these values."""
+    sized = copy.copy(module)
+    sized.graph = copy.copy(module.graph)
+    mode = detect_fake_mode(values)
+    FakeTensorProp(sized, mode).propagate_dont_convert_inputs(*values)
+    return sized
 
 
 def capture(
@@ -164,6 +189,7 @@ def capture(
     smaller: Callable[[], Step] | None = None,
     tokens: int | None = None,
     samples: int | None = None,
+    lengths: tuple[int, int] | None = None,
 ) -> planner.Trace:
     """See `teraio.capture`. hardware: may be a description, too. calibrate: may be a trace, too."""
     if REGISTRY.runs():
@@ -173,16 +199,30 @@ def capture(
     for what, count in (("tokens", tokens), ("samples", samples)):
         if count is not None and count < 1:
             raise OptionsError(f"capture: found {what}={count}, wanted how many a step processes: 1 or more, or leave it out")
+    if lengths is not None and not 1 < lengths[0] < lengths[1]:
+        raise OptionsError(
+            f"capture: found lengths={lengths}, wanted the shortest, 2 or more, and a longer one, such as (128, 2048)"
+        )
+    if lengths is not None and isinstance(model_or_training, nn.Module):
+        raise OptionsError("capture: lengths need a function that makes the training and returns a step that takes a length")
     description = hardware if isinstance(hardware, MachineDescription) else MachineDescription.load(hardware)
     device = torch.device("cpu" if description.gpu is None else "cuda")
     training = _training(model_or_training, inputs, optimizer or torch.optim.AdamW, loss, device)
     if calibrate is not None:
         measured = calibrate if isinstance(calibrate, planner.Trace) else planner.Trace.load(calibrate)
-        trace, captured = _run(smaller or training, description, measured.subgroup_bytes)
+        profiles, captured = _run(smaller or training, description, measured.subgroup_bytes)
+        trace = profiles[0].trace
         description = calibrated(description, matched(trace, captured.executed, measured))
     elif smaller is not None:
         raise OptionsError("capture: smaller is the training of a measured trace; give that trace as calibrate")
-    trace, captured = _run(training, description, subgroup_bytes)
+    told = () if lengths is None else _between(*lengths)
+    profiles, captured = _run(training, description, subgroup_bytes, told)
+    trace = (with_lengths(profiles, told) if told else profiles[0]).trace
+    if lengths is not None and trace.lengths is None:
+        raise UnsupportedError(
+            f"capture: from length {lengths[0]} to {lengths[1]} the step does not run one graph with one symbolic size; compile "
+            "with dynamic=True, and take a range in which the step does the same"
+        )
     created_by = f"teraio, torch {torch.__version__}, captured for {description.hardware.name}"
     if calibrate is not None:
         created_by += (
@@ -195,10 +235,15 @@ def capture(
     )
 
 
+def _between(shortest: int, longest: int) -> tuple[int, ...]:
+    """Return lengths at equal distances that tell how sizes and times depend on the length; the longest comes last."""
+    return tuple(sorted({shortest + (longest - shortest) * number // (_LENGTHS - 1) for number in range(_LENGTHS)}))
+
+
 def _run(
-    training: Callable[[], Step], description: MachineDescription, subgroup_bytes: int | None
-) -> tuple[planner.Trace, _Capture]:
-    """Run the training until its trace is there."""
+    training: Callable[[], Step], description: MachineDescription, subgroup_bytes: int | None, lengths: Sequence[int] = ()
+) -> tuple[list[Profile], _Capture]:
+    """Run the training until it is profiled, at each length if there are some."""
     captured = _Capture(description, subgroup_bytes)
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fake.allow_scalar_outputs = True
@@ -207,17 +252,18 @@ def _run(
             step = training()
         if not callable(step):
             raise OptionsError(f"capture: the function returns {type(step).__name__}, wanted a function that does one step")
-        step()
+        given: list[tuple[int, ...]] = [(length,) for length in lengths] or [()]
+        step(*given[-1])  # graphs are cut for the longest
         with captured.work:
-            for _ in range(_MOST_STEPS):
-                if captured.profile is not None:
-                    break
-                captured.begin_step()
-                step()
-        profile = captured.profile
-        if profile is None:
-            raise UnsupportedError(f"after {_MOST_STEPS} steps there is no trace yet: {captured.waiting_for}")
-    return profile.trace, captured
+            for count, arguments in enumerate(given, 1):
+                for _ in range(_MOST_STEPS):
+                    if len(captured.profiles) == count:
+                        break
+                    captured.begin_step()
+                    step(*arguments)
+                else:
+                    raise UnsupportedError(f"after {_MOST_STEPS} steps there is no trace yet: {captured.waiting_for}")
+        return captured.profiles, captured
 
 
 def _in_backward() -> bool:

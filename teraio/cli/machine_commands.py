@@ -23,6 +23,7 @@ from teraio.advice import Case
 from teraio.advice import advise as advice_of
 from teraio.cli import arguments
 from teraio.cli.arguments import AsJson, Device, Host, Rows, Storage, TraceFile, with_solver_options
+from teraio.cli.lengths import length_range
 from teraio.cli.output import (
     Column,
     Data,
@@ -69,6 +70,14 @@ def capture(
         int | None, typer.Option(min=1, help="Tokens of a step, to show them a second.", show_default="none")
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="The same for samples, such as images.", show_default="none")] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHORTEST:LONGEST",
+            help="A range of lengths, such as 128:2048: the function for one step takes a length.",
+            show_default="the step takes nothing",
+        ),
+    ] = None,
     as_json: AsJson = False,
     rows: Rows = 10,
 ) -> None:
@@ -78,6 +87,7 @@ def capture(
     """
     require_directory("--output", output.parent)
     size = None if subgroup is None else arguments.size("--subgroup", subgroup)
+    between = length_range(lengths)
     with Console(stderr=True).status("capturing"):
         training = _function_of(target)
         from teraio.capturing import capture as capture_trace
@@ -91,6 +101,7 @@ def capture(
             smaller=None if smaller is None else _function_of(smaller),
             tokens=tokens,
             samples=samples,
+            lengths=between,
         )
     save(trace, output)
     summary = summarise_trace(trace)

@@ -19,6 +19,7 @@ from planner.schema import FrozenModel, printable, read_format
 from teraio.cli import arguments
 from teraio.cli.arguments import AsJson, Device, Host, PlanFile, Policy, Rows, Storage, TraceFile, with_solver_options
 from teraio.cli.comparison import compare_policies, comparison_page, sweep_budgets, sweep_page
+from teraio.cli.lengths import histogram, lengths_facts, lengths_of_plan, lengths_table
 from teraio.cli.output import data_of, save, show_or_print, write_out
 from teraio.cli.plan_summary import plan_page, summarise_plan
 from teraio.cli.replay_summary import replay_page, summarise_replay
@@ -44,6 +45,13 @@ def plan(
     storage: Storage = None,
     policy: Policy = "ilp",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan.")] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Lengths to thin the plan for, of a trace of varying length: 128,512,2048, or a file with lengths and counts.",
+            show_default="some that cover the trace",
+        ),
+    ] = None,
     as_json: AsJson = False,
     rows: Rows = 10,
     *,
@@ -51,27 +59,47 @@ def plan(
 ) -> None:
     """Make a plan for TRACE under the budgets and show it.
 
-    --json prints the plan itself.
+    It is for the longest inputs; of shorter ones it says what need not move. --json prints the plan itself.
     """
+    counts = None if lengths is None else histogram(lengths)
     budgets = arguments.budgets(arguments.size("--device", device), host, storage)
     if output is not None:
         require_directory("--output", output.parent)
     loaded = planner.Trace.load(trace)
+    for length in counts or ():
+        loaded.at(length)  # before time goes into the plan
     with Console(stderr=True).status("planning"):
         made = planner.plan(loaded, budgets, policy=policy, **asdict(settings))
+        made = planner.with_shorter(made, loaded, counts)
     if output is not None:
         save(made, output)
-    show_or_print(data_of(made), plan_page(summarise_plan(made, loaded), rows), as_json=as_json)
+    by_length = lengths_of_plan(made, loaded, counts)
+    page = [*plan_page(summarise_plan(made, loaded), rows), *lengths_facts(by_length), lengths_table(by_length)]
+    show_or_print(data_of(made), page, as_json=as_json)
 
 
-def simulate(trace: TraceFile, plan: PlanFile, as_json: AsJson = False, rows: Rows = 10) -> None:
+def simulate(
+    trace: TraceFile,
+    plan: PlanFile,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Length of the inputs, where it varies.", show_default="the longest")
+    ] = None,
+    as_json: AsJson = False,
+    rows: Rows = 10,
+) -> None:
     """Replay PLAN on TRACE in the simulator.
 
     Shows iteration time, stalls, peak memory, the work of each link and of the host's processor, and the critical path.
     """
     loaded, decided = planner.Trace.load(trace), planner.Plan.load(plan)
-    summary = summarise_replay(loaded, decided, planner.simulate(loaded, decided))
-    show_or_print(summary, replay_page(summary, rows), as_json=as_json)
+    by_length = [] if length is not None else lengths_of_plan(decided, loaded)
+    if length is not None:
+        planner.simulate(loaded, decided)  # the plan must belong to the trace
+        loaded = loaded.at(length)
+        left_out = next((each.left_out for each in reversed(decided.shorter) if each.length >= length), ())
+        decided = decided.thinned(left_out, loaded).model_copy(update={"predicted": None})
+    summary = {**summarise_replay(loaded, decided, planner.simulate(loaded, decided)), "lengths": by_length}
+    show_or_print(summary, [*replay_page(summary, rows), lengths_table(by_length)], as_json=as_json)
 
 
 @with_solver_options
@@ -143,8 +171,10 @@ def inspect(
     loaded = _load(file)
     if isinstance(loaded, planner.Plan):
         named = None if trace is None else planner.Trace.load(trace)
+        by_length = lengths_of_plan(loaded, named)
         found = summarise_plan(loaded, named, rated_bytes=None if tbw is None else arguments.size("--tbw", tbw))
-        show_or_print(found, plan_page(found, rows), as_json=as_json)
+        page = [*plan_page(found, rows), lengths_table(by_length)]
+        show_or_print({**found, "lengths": by_length}, page, as_json=as_json)
         return
     if trace is not None:
         raise planner.OptionsError(f"option --trace: {file} is a trace itself; leave the option out")

@@ -8,6 +8,7 @@ from typing import TypeVar
 import planner
 from planner.problem import block_activities, host_updatable, live_bytes, live_bytes_by_kind, mean_active_fraction
 from planner.schema import WaitingTier, short_fingerprint
+from teraio.cli.lengths import lengths_of_trace, trace_lengths_table
 from teraio.cli.output import (
     Column,
     Data,
@@ -36,6 +37,7 @@ def summarise_trace(trace: planner.Trace) -> Data:
     `collective_seconds`: the part of `ideal_seconds` in collectives; of stages too. `peak_bytes`, `peak_stage`: the most bytes on
     the device if no block ever leaves, and the stage in which that is. `floor_bytes`, `floor_stage`: the smallest device budget
     that works, and the stage that needs it. `mean_active_fraction`: average share of the movable bytes that is in use.
+    `lengths`: time, peak and floor by the length of inputs; empty where that does not vary.
     `updates`: on the device (all subgroups), then on the host (those that can be updated there); empty without subgroups.
     `recompute`: how many stages can run again, the blocks that they make, the time that this and copying them would take, and
     why the others cannot. `stages`: `live_bytes` is what is on the device meanwhile if no block ever leaves, with the workspace;
@@ -71,6 +73,7 @@ def summarise_trace(trace: planner.Trace) -> Data:
             }
             for kind, blocks in _grouped(trace.blocks, lambda block: block.kind)
         ],
+        "lengths": lengths_of_trace(trace),
         "updates": _updates(trace),
         "recompute": _recompute(trace),
         "stages": [
@@ -191,6 +194,7 @@ def trace_page(trace: Data, rows: int) -> Page:
     return (
         Facts(overview),
         Table(columns={"phase": "phase", ">stages": "stages", ">time": "duration_seconds"}, rows=trace["phases"]),
+        trace_lengths_table(trace["lengths"]),
         Table(columns=kinds, rows=trace["kinds"]),
         Table(columns=updates, rows=trace["updates"]),
         Table(columns=reasons, rows=trace["recompute"]["not_recomputed"]),

@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 
 import planner
 from planner.errors import InfeasiblePlanError, TeraioError
+from planner.schema import Lengths
 from teraio.following.corrections import Corrections, planned_starts
 from teraio.following.drift import Drift, Expectation, Observation, drift_of, iterations_drift, remeasured, stages_plainly_off
 from teraio.following.observer import IterationObserver
@@ -49,6 +50,7 @@ logger = logging.getLogger("teraio")
 # a change.
 _WINDOW = 9
 _FIRST_WAIT = 10  # iterations under a plan before planning may start again for the first time
+_CLEARLY_SHORTER = 0.9  # of the shortest inputs, or of their bytes, for which something is known
 _FIRST_LOOK = 3  # iterations under a new plan that show whether its stage times are plainly wrong
 # Share by which another plan must be better: a change costs one iteration, which begins with blocks in the wrong tiers.
 _WORTHWHILE = 0.01
@@ -123,16 +125,28 @@ class PlanFollower:
     def _enforce(self, now: _InForce) -> None:
         self._now = now
         self._cursor.schedule_for = now.thinned.schedule_for
+        self._made_bytes = now.profile.made_bytes
         self._observations.clear()
         self._seconds.clear()
         self._recorder.sampled = False
         self._unsettled = self._recorder.iteration_number
         record_plan(now.plan, now.profile.trace)
 
-    @property
-    def thinned(self) -> ThinnedPlans:
-        """The plans for smaller inputs that belong to the plan in force."""
-        return self._now.thinned
+    def covers(self, iteration: Iteration) -> bool:
+        """Whether it is known what to follow for inputs as short as those of an iteration, or nothing can be done about it."""
+        lengths = self._now.profile.trace.lengths
+        found = [self._now.thinned.length_of(region.identity) for region in iteration.regions]
+        shortest = min((length for length in found if length is not None), default=None)
+        if lengths is None:  # inputs did not vary before
+            small = iteration.sizes_vary and iteration.made_bytes < _CLEARLY_SHORTER * self._made_bytes
+        else:
+            small = shortest is not None and shortest < _CLEARLY_SHORTER * lengths.lowest
+        return not small or not self._adaptive or self._background.busy
+
+    def cover(self, lengths: Lengths) -> None:
+        """Plan in the background with what is known of shorter inputs by now."""
+        trace = self._now.profile.trace.model_copy(update={"lengths": lengths})
+        self._plan_again("inputs were shorter than those that were profiled", (), trace)
 
     @property
     def trace(self) -> planner.Trace:
@@ -182,7 +196,7 @@ class PlanFollower:
             self._unsettled = iteration.number + 1  # the next one begins in another state than the plan's
         elif iteration.woken:  # it began without what the plan has on the device, and ended as the plan says
             self._unsettled = max(self._unsettled, iteration.number)
-        other_sizes = iteration.sizes_vary and iteration.made_bytes != self._now.thinned.made_bytes
+        other_sizes = iteration.sizes_vary and iteration.made_bytes != self._made_bytes
         if iteration.number <= self._unsettled or other_sizes:  # blocks were not where the plan has them, or were others
             return False
         self._seconds.append(iteration.seconds)
@@ -250,8 +264,9 @@ class PlanFollower:
             self._since = 0
             logger.info("%s: %s; the plan stays as it is", why, drift)
 
-    def _plan_again(self, why: str, observations: Sequence[Observation]) -> None:
-        now, trace = self._now, self._now.profile.trace
+    def _plan_again(self, why: str, observations: Sequence[Observation], trace: planner.Trace | None = None) -> None:
+        """trace: of the iteration with what is known by now; by default that of the plan in force."""
+        now, trace = self._now, trace or self._now.profile.trace
         # A machine whose times vary does not keep a solver busy: whoever calls has doubled the wait, but for an early look.
         self._since, self._look_early, self._why = 0, False, why
         if observations:
@@ -267,7 +282,9 @@ class PlanFollower:
         promised = planner.simulate(trace, new)
         old = self._old_plan_for(trace)
         kept = _replay(trace, old)
-        if kept is None or promised.iteration_seconds < kept.iteration_seconds * (1 - _WORTHWHILE):
+        # One that tells of more lengths need not be faster.
+        worth = _WORTHWHILE if trace.lengths == self._now.profile.trace.lengths else -_WORTHWHILE
+        if kept is None or promised.iteration_seconds < kept.iteration_seconds * (1 - worth):
             return new
         return _promise(old, new, trace, kept)
 
@@ -287,7 +304,7 @@ class PlanFollower:
             self._cursor.change(after.schedule, due=planned_starts(after.plan.moves, after.schedule.reruns.count).due)
             self._enforce(after)
         else:
-            self._enforce(replace(after, schedule=now.schedule, corrections=now.corrections, thinned=now.thinned))
+            self._enforce(replace(after, schedule=now.schedule, corrections=now.corrections))
         self._save()
         return another
 

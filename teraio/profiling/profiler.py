@@ -29,11 +29,15 @@ _ENOUGH_TO_JUDGE = 3  # with fewer iterations, whoever has asked for so few gets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A trace, the iteration that it describes, and the trace ids of its blocks."""
+    """A trace, the iteration that it describes, and the trace ids of its blocks.
+
+    samples: the profiles of inputs of several lengths that its trace is from, see `with_lengths`; this one last.
+    """
 
     trace: planner.Trace
     iteration: Iteration
     ids: dict[Block, int]
+    samples: tuple[Profile, ...] = ()
 
     @property
     def made_bytes(self) -> int:

@@ -16,7 +16,8 @@ class InProcessJob:
         self.done = True
         self._result: planner.Plan | planner.TeraioError
         try:
-            self._result = planner.plan(trace, budgets, time_limit_seconds=time_limit_seconds)
+            made = planner.plan(trace, budgets, time_limit_seconds=time_limit_seconds)
+            self._result = planner.with_shorter(made, trace)
         except planner.TeraioError as error:
             self._result = error
 
@@ -66,6 +67,6 @@ class InstantJobs:
         self.asked.append(trace)
         answer = self.answers.pop(0)
         if answer is None:
-            answer = planner.plan(trace, budgets, time_limit_seconds=time_limit_seconds)
+            answer = planner.with_shorter(planner.plan(trace, budgets, time_limit_seconds=time_limit_seconds), trace)
         self.started.append(InstantJob(trace, answer))
         return self.started[-1]

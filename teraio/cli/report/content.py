@@ -12,6 +12,7 @@ from planner import Plan, Trace
 from planner.errors import FileFormatError
 from planner.problem import live_bytes
 from planner.simulator import MemoryChange, Timeline, Transfer
+from teraio.cli.lengths import lengths_of_plan
 from teraio.cli.output import Data, format_bytes
 from teraio.cli.plan_summary import summarise_moves, summarise_plan
 from teraio.cli.trace_summary import block_summaries, idlest_blocks
@@ -33,6 +34,7 @@ def report_of(
         "blocks_moved": len({move.block for move in plan.moves}),
         "host_updates": sum(update.where == "host" for update in plan.updates),
         "reruns": len(plan.recompute),
+        "lengths": lengths_of_plan(plan, trace),
         "facts": None if trace is None else _facts(plan, trace),
         "sweep": sweep,
         "comparison": comparison,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 
@@ -11,6 +11,7 @@ from planner.schema import printable, short_fingerprint
 from planner.simulator import STAGES
 from teraio.advice import what_holds_up
 from teraio.cli.comparison import comparison_table, sweep_table
+from teraio.cli.lengths import lengths_table
 from teraio.cli.output import (
     Column,
     Data,
@@ -89,6 +90,7 @@ def html_page(report: Data) -> str:
         _cards(report),
         _origin(report),
         *([without] if facts is None else _of_trace(facts)),
+        _lengths(report["lengths"]),
         _sweep(report["sweep"]),
         _policies(report["comparison"]),
         _measured(report),
@@ -258,6 +260,15 @@ def _idle(facts: Data) -> str:
 
 def _time(row: Data) -> str:
     return cell(row, "predicted.iteration_seconds") or "no plan"
+
+
+def _lengths(rows: Sequence[Data]) -> str:
+    if not rows:
+        return ""
+    table, slowest = lengths_table(rows), max(row["predicted"]["iteration_seconds"] for row in rows)
+    columns = {**table.columns, "": lambda row: _bar(row["predicted"]["iteration_seconds"], slowest)}
+    told = "Predicted. The plan is for the longest inputs; shorter ones move less."
+    return _section("lengths", "Time against length", told, Table(columns=columns, rows=rows))
 
 
 def _sweep(sweep: Data | None) -> str:

@@ -213,3 +213,20 @@ def compiles_nothing() -> Callable[[], object]:
         optimizer.step()
 
     return step
+
+
+def of_lengths(*, dynamic: bool = True) -> Callable[[int], None]:
+    """The step takes a length. Graphs are compiled for a batch of 256."""
+    model = Transformer(1, 64, heads=2, vocabulary=500)
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = torch.compile(model, backend="teraio", dynamic=dynamic)
+    begun: list[int] = []
+
+    def step(length: int) -> None:
+        given = torch.zeros(64, length if begun else 256, dtype=torch.long)
+        begun.append(length)
+        loss_of(compiled(given)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

@@ -1,0 +1,175 @@
+"""Inputs of varying length on the command line: which lengths there are, and what a plan takes at each of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import planner
+from planner.errors import FileFormatError, OptionsError
+from planner.problem import live_bytes
+from planner.schema import Predicted, Work, printable
+from teraio.cli.output import Column, Data, Facts, Table, data_of, format_seconds, iteration_time, rate_columns
+
+_MOST = 64  # lengths that are planned for
+_SHOWN = 8  # lengths at which a trace is shown
+_LARGEST_FILE = 1 << 20
+
+
+def length_range(text: str | None) -> tuple[int, int] | None:
+    """Return the shortest and the longest length of a text such as "128:2048"; None for None. Raises OptionsError."""
+    found = None if text is None else re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", text)
+    if text is not None and found is None:
+        raise OptionsError(f"option --lengths: found {printable(text, most=40)!r}, wanted SHORTEST:LONGEST, such as 128:2048")
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def histogram(text: str) -> dict[int, float]:
+    """Return lengths and how often each occurs: of a list such as "128,512,2048", or of a file.
+
+    A file has a JSON object, `{"128": 40, "512": 7}`, or lines with a length and how often it occurs, once where that is left out.
+    Raises OptionsError, FileFormatError.
+    """
+    path = Path(text)
+    try:
+        is_file = path.is_file()
+    except (OSError, ValueError):
+        is_file = False
+    if is_file:
+        counts = _in_file(path)
+    elif re.fullmatch(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*", text):
+        counts = {int(each[:10]): 1.0 for each in text.replace(" ", "").split(",")}
+    else:
+        raise OptionsError(
+            f"option --lengths: found {printable(text, most=60)!r}, neither a file nor a list of lengths such as 128,512,2048"
+        )
+    if len(counts) > _MOST:
+        raise OptionsError(
+            f"option --lengths: found {len(counts):,} lengths, at most {_MOST} are planned for; round them up to multiples of a step"
+        )
+    return counts
+
+
+def _in_file(path: Path) -> dict[int, float]:
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise FileFormatError(
+                f"{path}: a histogram of lengths has at most {_LARGEST_FILE:,} bytes; give one line to a length"
+            )
+        text = path.read_text("utf-8")
+        if text.lstrip().startswith("{"):
+            lines = [[str(length), count] for length, count in json.loads(text).items()]
+        else:
+            lines = [re.split(r"[,;\s]+", line.strip()) for line in text.splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise FileFormatError(f"{path}: cannot be read as a histogram of lengths: {error}") from error
+    counts: dict[int, float] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            length, count = int(line[0]), float(line[1] if len(line) > 1 else 1)
+        except (TypeError, ValueError):
+            length, count = 0, 0.0
+        if not (len(line) <= 2 and 0 < length < 2**31 and 0 < count < float("inf")):
+            found = printable(" ".join(map(str, line)), most=40)
+            raise FileFormatError(f"{path}: entry {number} is {found!r}, wanted a length and how often it occurs, such as 512 7")
+        counts[length] = counts.get(length, 0.0) + count
+    if not counts:
+        raise FileFormatError(f"{path}: no length is in it; give lines with a length and how often it occurs")
+    return counts
+
+
+# -- a plan at each length
+
+
+def lengths_of_plan(plan: planner.Plan, trace: planner.Trace | None, counts: dict[int, float] | None = None) -> list[Data]:
+    """Return what a plan takes at each length, the longest first; empty where it is for one length only.
+
+    `length`: None where it is not known which the longest is. `left_out`: moves. counts: how often each length occurs.
+    """
+    if not plan.shorter or plan.predicted is None:
+        return []
+    longest = None if trace is None or trace.lengths is None else trace.lengths.highest
+    rows = [(longest, plan.predicted, 0)]
+    rows += [(each.length, each.predicted, len(each.left_out)) for each in plan.shorter]
+    whole = sum(counts.values()) if counts else 0.0
+    return [
+        {
+            "length": length,
+            "share": counts.get(length or 0, 0.0) / whole if counts else None,
+            "predicted": data_of(predicted),
+            "waits_seconds": _waits(predicted),
+            "peak_bytes": predicted.peak_bytes.get("device"),
+            "left_out": left_out,
+            "work": _work(trace, length),
+        }
+        for length, predicted, left_out in rows
+    ]
+
+
+def _waits(predicted: Predicted) -> float:
+    return max(predicted.iteration_seconds - predicted.ideal_seconds - predicted.recompute_seconds, 0.0)
+
+
+def _work(trace: planner.Trace | None, length: int | None) -> Data | None:
+    known = trace is not None and trace.lengths is not None and length is not None
+    work: Work | None = trace.work.at(length / trace.lengths.highest) if known and trace.work is not None else None
+    return None if work is None else data_of(work)
+
+
+def lengths_table(rows: Sequence[Data]) -> Table:
+    """Return time, waits and peak against the length."""
+    counted = {">of the batches": lambda row: f"{row['share']:.1%}"} if any(row["share"] is not None for row in rows) else {}
+    columns: dict[str, Column] = {
+        ">length": lambda row: "the longest" if row["length"] is None else f"{row['length']:,}",
+        **counted,
+        ">iteration": "predicted.iteration_seconds",
+        ">without waiting": "predicted.ideal_seconds",
+        ">waits": "waits_seconds",
+        ">peak of device": "peak_bytes",
+        ">moves left out": "left_out",
+        **rate_columns(rows[0]["work"] if rows else None),
+    }
+    return Table(title="by the length of inputs", columns=columns, rows=rows)
+
+
+def lengths_facts(rows: Sequence[Data]) -> list[Facts]:
+    """Return the mean over all batches, where it is known how often each length occurs."""
+    if not any(row["share"] for row in rows):
+        return []
+    mean, ideal = (sum(row["share"] * row["predicted"][name] for row in rows) for name in ("iteration_seconds", "ideal_seconds"))
+    return [Facts({"iteration, mean over the lengths": iteration_time(mean, None), "without waiting": format_seconds(ideal)})]
+
+
+# -- a trace at each length
+
+
+def lengths_of_trace(trace: planner.Trace) -> list[Data]:
+    """Return time, peak and floor of a trace at some lengths, the longest first; empty where it is of one length."""
+    lengths = trace.lengths
+    if lengths is None:
+        return []
+    step = (lengths.highest - lengths.lowest) / (_SHOWN - 1)
+    shown = {round(lengths.highest - step * number) for number in range(_SHOWN)}
+    found = [(length, trace.at(length)) for length in sorted(shown, reverse=True)]
+    return [
+        {
+            "length": length,
+            "ideal_seconds": each.ideal_seconds,
+            "peak_bytes": max(live_bytes(each)),
+            "floor_bytes": planner.floor(each)[0],
+        }
+        for length, each in found
+    ]
+
+
+def trace_lengths_table(rows: Sequence[Data]) -> Table:
+    """Return time, peak and floor against the length."""
+    columns: dict[str, Column] = {
+        ">length": lambda row: f"{row['length']:,}",
+        ">without waiting": "ideal_seconds",
+        ">peak if nothing moves": "peak_bytes",
+        ">floor": "floor_bytes",
+    }
+    return Table(title="by the length of inputs", columns=columns, rows=rows)

@@ -1,0 +1,108 @@
+"""Plans for shorter inputs: sizes and times as functions of the length, and what need not move there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from planner import Budgets, OptionsError, Plan, PlanError, TeraioError, Trace, TraceError, plan, simulate, with_shorter
+from planner.schema import Work
+
+from ..strategies import problems
+from ..traces import block, group, hand, staged, trace
+
+
+def varying(traced: Trace, **more: Any) -> Trace:
+    """Activations and times are in proportion to the length, 10 at most."""
+    sizes = [
+        {"id": each.id, "coefficients": [0, each.size_bytes / 10]} for each in traced.blocks if each.kind == "activation"
+    ]
+    times = [{"id": stage.id, "coefficients": [0, 1]} for stage in traced.stages]
+    lengths = {"lowest": 1, "highest": 10, "block_bytes": sizes, "stage_seconds": times, **more}
+    return traced.rebuilt(lengths=lengths)
+
+
+def test_a_trace_at_another_length() -> None:
+    blocks = [block(100, [], [0, 1], "parameter"), block(10, [0], [1]), block(20, [1], [2]), block(30, [1], [2], movable=False)]
+    whole = trace(staged("ffb"), blocks, recompute=[group(1, [2], [0, 1], workspace=35)])
+    whole = varying(
+        whole,
+        workspace_bytes=[{"id": 1, "coefficients": [0, 0, 1]}],
+        stage_seconds=[{"id": 0, "coefficients": [2, 0, 0.01]}, {"id": 1, "coefficients": [5, 5]}],
+        movable_bytes=9,
+    ).rebuilt(work=Work(tokens=1000, samples=1, flops=1e9, peak_flops_per_second=1e12))
+    half = whole.at(5)
+    assert [each.size_bytes for each in half.blocks] == [100, 5, 10, 15]
+    assert [each.movable for each in half.blocks] == [True, False, True, False], "what is too small, what can be made again, ..."
+    assert [stage.workspace_bytes for stage in half.stages] == [0, 25, 0]
+    assert [stage.duration_seconds for stage in half.stages] == [pytest.approx(2.25 / 3), pytest.approx(30 / 55), 1.0]
+    # Of the 35 bytes, 30 are an output that is not made anew; the workspace is 25 bytes more than the trace has.
+    assert half.recompute[0].workspace_bytes == 45 and half.recompute[0].duration_seconds == pytest.approx(30 / 55)
+    assert half.work == Work(tokens=500, samples=1) and half.lengths is None
+    assert whole.at(10) is whole and whole.fingerprint == whole.rebuilt(lengths=None).fingerprint != half.fingerprint
+    for length in (0, 11):
+        with pytest.raises(OptionsError, match=f"found length {length}, wanted one from 1 to 10"):
+            whole.at(length)
+    with pytest.raises(OptionsError, match="the trace is of one length"):
+        half.at(5)
+
+
+def test_damaged_lengths_are_refused(tmp_path: Path) -> None:
+    content = json.loads(varying(hand("chain")).text())
+    for change, message in [
+        ({"block_bytes": [{"id": 3, "coefficients": [1]}]}, "lengths.block_bytes refers to id 3; there are 3"),
+        ({"lowest": 11}, "the highest must not be below the lowest"),
+        ({"stage_seconds": [{"id": 0, "coefficients": []}]}, "coefficients"),
+    ]:
+        path = tmp_path / "trace.json"
+        path.write_text(json.dumps({**content, "lengths": {**content["lengths"], **change}}))
+        with pytest.raises(TraceError, match=message):
+            Trace.load(path)
+
+
+def test_what_has_room_stays_and_the_plan_is_one_file(tmp_path: Path) -> None:
+    whole = varying(hand("chain"))
+    budgets = Budgets(device_bytes=20)
+    made = with_shorter(plan(whole, budgets), whole, [10, 7, 5])
+    assert [each.length for each in made.shorter] == [7, 5], "the plan itself is for the longest"
+    at_five = made.shorter[1]
+    assert len(at_five.left_out) == len(made.moves) and at_five.predicted.iteration_seconds == whole.at(5).ideal_seconds == 3.0
+    made.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == made
+    content = json.loads(made.text())
+    for change, message in (([5, 7], "descend"), ([5, 5], "descend")):
+        content["shorter"] = [{**content["shorter"][0], "length": length} for length in change]
+        (tmp_path / "plan.json").write_text(json.dumps(content))
+        with pytest.raises(PlanError, match=message):
+            Plan.load(tmp_path / "plan.json")
+    content["shorter"] = [{**content["shorter"][0], "left_out": [len(made.moves)]}]
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    with pytest.raises(PlanError, match="refers to move"):
+        Plan.load(tmp_path / "plan.json")
+    assert "shorter" not in plan(hand("chain"), budgets).text()
+    by_itself = with_shorter(made, whole).shorter
+    assert by_itself[0].length == 8 and len(by_itself[-1].left_out) == len(made.moves), "down to where all has room"
+
+
+@given(problems())
+def test_a_thinned_plan_is_never_slower_and_leaves_the_border_as_it_is(problem: tuple[Trace, Budgets]) -> None:
+    whole, budgets = varying(problem[0]), problem[1]
+    try:
+        made = plan(whole, budgets, policy="belady", lower_bound=False)
+    except TeraioError:
+        return
+    for shorter in with_shorter(made, whole, (9, 6, 3)).shorter:
+        short = whole.at(shorter.length)
+        replayed = simulate(short, made.thinned(shorter.left_out, short))
+        assert replayed.iteration_seconds == shorter.predicted.iteration_seconds
+        all_of_them = [n for n, move in enumerate(made.moves) if not short.blocks[move.block].movable]
+        try:
+            most = simulate(short, made.thinned(all_of_them, short)).iteration_seconds
+        except TeraioError:
+            continue
+        assert replayed.iteration_seconds <= most * (1 + 1e-9)
+        assert all(made.moves[number].before < len(whole.stages) for number in shorter.left_out)
