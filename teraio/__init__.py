@@ -162,8 +162,8 @@ def capture(
     calibrate: a trace that was measured on the hardware (option `trace_out`), of a training of a smaller size; efficiencies are
     fitted to its times. smaller: that training, a function as above; default: the training that is captured.
     tokens, samples: how many a step processes, so that the trace tells them a second. It has the model's operations, too.
-    lengths: the shortest and the longest of inputs of varying length. The function that takes one step gets a length then, and its
-    model is compiled with `dynamic=True`. The trace is of the longest, and tells sizes and times at all lengths between.
+    lengths: the shortest and the longest of inputs of varying length: the function that takes one step gets a length then, and
+    compiles its model with `dynamic=True`. The trace is of the longest, and tells sizes and times at all lengths between.
 
     Waits until the step has run some times: seconds for small models, minutes for large ones. Raises UnsupportedError if the step
     depends on values of tensors or on a GPU's driver, does not repeat, or if teraio is training in this process; OptionsError for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,55 +27,41 @@ def length_range(text: str | None) -> tuple[int, int] | None:
 
 
 def histogram(text: str) -> dict[int, float]:
-    """Return lengths and how often each occurs: of a list such as "128,512,2048", or of a file.
+    """Return lengths and how often each occurs: of a list such as "128,512,2048", each once, or of a file.
 
-    A file has a JSON object, `{"128": 40, "512": 7}`, or lines with a length and how often it occurs, once where that is left out.
-    Raises OptionsError, FileFormatError.
+    A file has lines with a length and how often it occurs, once where that is left out. Raises OptionsError, FileFormatError.
     """
-    path = Path(text)
-    try:
-        is_file = path.is_file()
-    except (OSError, ValueError):
-        is_file = False
-    if is_file:
-        counts = _in_file(path)
-    elif re.fullmatch(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*", text):
-        counts = {int(each[:10]): 1.0 for each in text.replace(" ", "").split(",")}
+    if re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", text):
+        counts = {int(each): 1.0 for each in text.split(",")}
+    elif os.path.isfile(text):
+        counts = _in_file(Path(text))
     else:
         raise OptionsError(
             f"option --lengths: found {printable(text, most=60)!r}, neither a file nor a list of lengths such as 128,512,2048"
         )
     if len(counts) > _MOST:
         raise OptionsError(
-            f"option --lengths: found {len(counts):,} lengths, at most {_MOST} are planned for; round them up to multiples of a step"
+            f"option --lengths: found {len(counts):,} lengths, at most {_MOST} are planned for; round them up to some of them"
         )
     return counts
 
 
 def _in_file(path: Path) -> dict[int, float]:
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise FileFormatError(
-                f"{path}: a histogram of lengths has at most {_LARGEST_FILE:,} bytes; give one line to a length"
-            )
-        text = path.read_text("utf-8")
-        if text.lstrip().startswith("{"):
-            lines = [[str(length), count] for length, count in json.loads(text).items()]
-        else:
-            lines = [re.split(r"[,;\s]+", line.strip()) for line in text.splitlines() if line.strip()]
+        with path.open("rb") as stream:
+            lines = stream.read(_LARGEST_FILE).decode().splitlines()
     except (OSError, ValueError) as error:
         raise FileFormatError(f"{path}: cannot be read as a histogram of lengths: {error}") from error
     counts: dict[int, float] = {}
     for number, line in enumerate(lines, 1):
-        try:
-            length, count = int(line[0]), float(line[1] if len(line) > 1 else 1)
-        except (TypeError, ValueError):
-            length, count = 0, 0.0
-        if not (len(line) <= 2 and 0 < length < 2**31 and 0 < count < float("inf")):
-            found = printable(" ".join(map(str, line)), most=40)
-            raise FileFormatError(f"{path}: entry {number} is {found!r}, wanted a length and how often it occurs, such as 512 7")
-        counts[length] = counts.get(length, 0.0) + count
-    if not counts:
+        found = re.fullmatch(r"\s*([0-9]{1,9})(?:[\s,;]+([0-9]{1,12}(?:\.[0-9]{1,12})?))?\s*", line)
+        if found is None:
+            raise FileFormatError(
+                f"{path}: line {number} is {printable(line, most=40)!r}, wanted a length and how often it occurs, such as 512 7"
+            )
+        length = int(found[1])
+        counts[length] = counts.get(length, 0.0) + float(found[2] or 1)
+    if not any(counts.values()):
         raise FileFormatError(f"{path}: no length is in it; give lines with a length and how often it occurs")
     return counts
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,17 +12,7 @@ from planner import Budgets, OptionsError, Plan, PlanError, TeraioError, Trace, 
 from planner.schema import Work
 
 from ..strategies import problems
-from ..traces import block, group, hand, staged, trace
-
-
-def varying(traced: Trace, **more: Any) -> Trace:
-    """Activations and times are in proportion to the length, 10 at most."""
-    sizes = [
-        {"id": each.id, "coefficients": [0, each.size_bytes / 10]} for each in traced.blocks if each.kind == "activation"
-    ]
-    times = [{"id": stage.id, "coefficients": [0, 1]} for stage in traced.stages]
-    lengths = {"lowest": 1, "highest": 10, "block_bytes": sizes, "stage_seconds": times, **more}
-    return traced.rebuilt(lengths=lengths)
+from ..traces import block, group, hand, staged, trace, varying
 
 
 def test_a_trace_at_another_length() -> None:
