@@ -262,7 +262,7 @@ def _profile_of(run: RunContext, recorded: Sequence[Iteration], known: Sequence[
     for number in sorted(range(1, len(recorded)), key=lambda number: (recorded[number].made_bytes, number)):
         numbers.setdefault(recorded[number].signature, []).append(number)
     *shorter, largest = numbers.values()
-    samples = list(known)
+    samples = list(known)[1 - _MOST_SAMPLES :]
     for each in shorter[:: -(-len(shorter) // _MOST_SAMPLES) or 1]:
         with contextlib.suppress(ValidationError):  # what contradicts itself tells nothing
             samples.append(_profiled(run, recorded, each))

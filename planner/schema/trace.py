@@ -377,8 +377,11 @@ class Trace(GrownModel):
                 f"trace {printable(self.name)}: found length {length}, wanted one from {known.lowest} to {known.highest}, for "
                 "which sizes are known; make a trace of a larger range"
             )
-        if length == known.highest:
-            return self
+        return self if length == known.highest else self.resized(length)
+
+    def resized(self, length: int) -> Trace:
+        """Return what `at` does, whatever the range, and by the functions of the length also for the highest one."""
+        known = self.lengths or Lengths(lowest=length, highest=length)
         sizes = {each.id: each.bytes_at(length) for each in known.block_bytes}
         workspaces = {each.id: each.bytes_at(length) for each in known.workspace_bytes}
         shares = {each.id: each.at(length) / whole for each in known.stage_seconds if (whole := each.at(known.highest))}

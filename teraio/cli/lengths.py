@@ -10,7 +10,7 @@ from pathlib import Path
 import planner
 from planner.errors import FileFormatError, OptionsError
 from planner.problem import live_bytes
-from planner.schema import Predicted, Work, printable
+from planner.schema import Predicted, printable
 from teraio.cli.output import Column, Data, Facts, Table, data_of, format_seconds, iteration_time, rate_columns
 
 _MOST = 64  # lengths that are planned for
@@ -99,9 +99,9 @@ def _waits(predicted: Predicted) -> float:
 
 
 def _work(trace: planner.Trace | None, length: int | None) -> Data | None:
-    known = trace is not None and trace.lengths is not None and length is not None
-    work: Work | None = trace.work.at(length / trace.lengths.highest) if known and trace.work is not None else None
-    return None if work is None else data_of(work)
+    if trace is None or trace.work is None or trace.lengths is None or length is None:
+        return None
+    return data_of(trace.work.at(length / trace.lengths.highest))
 
 
 def lengths_table(rows: Sequence[Data]) -> Table:

@@ -124,7 +124,7 @@ class PlanFollower:
 
     def _enforce(self, now: _InForce) -> None:
         self._now = now
-        self._cursor.schedule_for = now.thinned.schedule_for
+        self._cursor.thinned = now.thinned
         self._made_bytes = now.profile.made_bytes
         self._observations.clear()
         self._seconds.clear()

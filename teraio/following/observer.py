@@ -15,26 +15,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from runtime.device import Mark
 from runtime.execution import StageRerun, StageRun, graph_of
 from runtime.paging import Block, Pager
 from teraio.following.schedule import StageSchedule
+from teraio.following.thinned import ThinnedPlans
 from teraio.profiling import Iteration, IterationRecorder, LateBlocks
-
-
-class ScheduleFor(Protocol):
-    """See `ThinnedPlans.schedule_for`."""
-
-    def __call__(self, graph: Hashable, *, begins: bool) -> StageSchedule | None: ...
 
 
 class PlanCursor:
     """Finds the regions of an iteration in a plan, and tells the pager what to offload, to drop and to prefetch after each stage.
 
-    schedule: of the plan that is followed, None for no plan. schedule_for: returns what moves from a run of a graph on, in place
-    of what this says, see [Note: Thinned plans]; None for nothing else.
+    schedule: of the plan that is followed, None for no plan. thinned: what moves with shorter inputs, see
+    [Note: Thinned plans].
     in_step: whether it expects the region that runs now, see [Note: Positions]. position: of the stage that runs now, or runs
     next. rerun_position: of the re-run that runs now. deviations: how many regions were not where the plan expects them.
     All calls are for the training thread; none waits.
@@ -42,7 +36,7 @@ class PlanCursor:
 
     def __init__(self, pager: Pager) -> None:
         self.schedule: StageSchedule | None = None
-        self.schedule_for: ScheduleFor = lambda graph, *, begins: None
+        self.thinned: ThinnedPlans | None = None
         self.in_step = False
         self.position = 0
         self.rerun_position: int | None = None
@@ -122,7 +116,8 @@ class PlanCursor:
                 self.in_step = True
                 self.deviations += index != self._next_region
                 self._next_region = index + 1
-                self._moving = self.schedule_for(identity, begins=not index) or self.schedule
+                thinned = self.thinned and self.thinned.schedule_for(identity, begins=not index)
+                self._moving = thinned or self.schedule
                 self.position = regions[index][1] + 1
                 self._leave(self.position - 1)
                 return

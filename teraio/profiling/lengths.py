@@ -40,7 +40,8 @@ def with_lengths(samples: Sequence[Profile], told: Sequence[int] = ()) -> Profil
 
     found = [(each.trace, lengths_in(number)) for number, each in enumerate(samples) if _shape(each.trace) == shape]
     known = {length for _, lengths in found for length in lengths if length is not None}
-    if len(known) < 2:
+    first = first_sized(last.iteration)
+    if first is None or first.graph not in places or len(known) < 2:
         return replace(last, samples=tuple(samples))
 
     def fitted(
@@ -57,13 +58,14 @@ def with_lengths(samples: Sequence[Profile], told: Sequence[int] = ()) -> Profil
     lengths = Lengths(
         lowest=min(known),
         highest=max(known),
-        place=next(places[each.graph] for each in _sized(last.iteration) if each.graph in places),
+        place=places[first.graph],
         movable_bytes=MIN_MOVED_BYTES,
         block_bytes=fitted([block.uses[0] for block in trace.blocks], lambda t, i: t.blocks[i].size_bytes, _exact),
         workspace_bytes=fitted(stages, lambda t, i: t.stages[i].workspace_bytes, _exact),
         stage_seconds=fitted(stages, lambda t, i: t.stages[i].duration_seconds, _non_negative),
     )
-    return replace(last, trace=_raised(trace, lengths, lengths_in(-1)), samples=tuple(samples))
+    trace = _raised(trace.model_copy(update={"lengths": lengths}), lengths_in(-1))
+    return replace(last, trace=trace, samples=tuple(samples))
 
 
 def first_sized(iteration: Iteration) -> SizedGraph | None:
@@ -76,17 +78,20 @@ def _sized(iteration: Iteration) -> Iterator[SizedGraph]:
 
 
 def _places(iterations: Sequence[Iteration]) -> dict[Hashable, int]:
-    """Return for each graph which of its sizes varies. Empty where several vary in one graph."""
+    """Return for each graph which of its sizes varies. Empty where several vary, in one graph or not alike in all graphs."""
     sizes: dict[Hashable, set[tuple[int, ...]]] = {}
     for each in chain.from_iterable(map(_sized, iterations)):
         sizes.setdefault(each.graph, set()).add(each.sizes)
-    varying = {
-        graph: [place for place, found in enumerate(zip(*each, strict=True)) if len(set(found)) > 1]
-        for graph, each in sizes.items()
-    }
-    if any(len(places) > 1 for places in varying.values()):
-        return {}
-    return {graph: places[0] for graph, places in varying.items() if places}
+    places: dict[Hashable, int] = {}
+    lengths: set[frozenset[int]] = set()
+    for graph, found in sizes.items():
+        varying = [(place, frozenset(each)) for place, each in enumerate(zip(*found, strict=True)) if len(set(each)) > 1]
+        for place, values in varying:
+            places[graph] = place
+            lengths.add(values)
+        if len(varying) > 1 or len(lengths) > 1:
+            return {}
+    return places
 
 
 def _lengths_of(iteration: Iteration, places: Mapping[Hashable, int]) -> list[int | None]:
@@ -104,27 +109,17 @@ def _shape(trace: planner.Trace) -> object:
     return [stage.name for stage in trace.stages], [(block.name, block.uses) for block in trace.blocks]
 
 
-def _raised(trace: planner.Trace, lengths: Lengths, recorded: Sequence[int | None]) -> planner.Trace:
-    """Return the trace with all inputs of the greatest length. recorded: the lengths that its stages had."""
-    blocks, stages, groups = list(trace.blocks), list(trace.stages), list(trace.recompute)
-    highest = lengths.highest
-
-    def is_short(stage: int) -> bool:
-        return recorded[stage] not in (None, highest)
-
-    for each in lengths.block_bytes:
-        if is_short(blocks[each.id].uses[0]):
-            blocks[each.id] = blocks[each.id].model_copy(update={"size_bytes": each.bytes_at(highest)})
-    for each in lengths.workspace_bytes:
-        if is_short(each.id):
-            stages[each.id] = stages[each.id].model_copy(update={"workspace_bytes": each.bytes_at(highest)})
+def _raised(trace: planner.Trace, recorded: Sequence[int | None]) -> planner.Trace:
+    """Return a trace that knows lengths with all inputs of the greatest. recorded: the lengths that its stages had."""
+    lengths, stages = trace.lengths, list(trace.stages)
+    if lengths is None or {*recorded} <= {None, lengths.highest}:
+        return trace
     for each in lengths.stage_seconds:
-        if is_short(each.id):
-            stages[each.id] = stages[each.id].model_copy(update={"duration_seconds": each.at(highest)})
-    groups = [group.model_copy(update={"duration_seconds": stages[group.stage].duration_seconds}) for group in groups]
-    return trace.model_copy(
-        update={"blocks": tuple(blocks), "stages": tuple(stages), "recompute": tuple(groups), "lengths": lengths}
-    )
+        if recorded[each.id] != lengths.highest:
+            stages[each.id] = stages[each.id].model_copy(update={"duration_seconds": each.at(lengths.highest)})
+    groups = [each.model_copy(update={"duration_seconds": stages[each.stage].duration_seconds}) for each in trace.recompute]
+    raised = trace.model_copy(update={"stages": tuple(stages), "recompute": tuple(groups)}).resized(lengths.highest)
+    return raised.model_copy(update={"lengths": lengths, "work": trace.work})
 
 
 # -- polynomials

@@ -1,0 +1,74 @@
+"""Sizes and times as functions of the length, from profiles at several lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+import planner
+from runtime.execution import SizedGraph
+from teraio.profiling import Iteration, Profile, Region, StageRecord, with_lengths
+
+from ...planner.traces import block, staged, trace
+
+Sizes = Sequence[tuple[int, ...]]
+
+
+def profile(
+    sizes: Sizes, *, bytes_at: Callable[[int], int] = lambda n: 8 * n + 8, seconds_at: Callable[[int], float] = float
+) -> Profile:
+    """Two stages and the user code before them for each of `sizes`, with a block that the first of them makes."""
+    regions = [
+        Region(identity=SizedGraph(0, each), first=3 * number, stages=[StageRecord(name="x", phase="forward")] * 3)
+        for number, each in enumerate(sizes)
+    ]
+    times = [1.0 if stage % 3 != 1 else seconds_at(sizes[stage // 3][-1]) for stage in range(3 * len(sizes))]
+    blocks = [block(bytes_at(each[-1]), [3 * number + 1], [3 * number + 2]) for number, each in enumerate(sizes)]
+    made = trace(staged("uff" * len(sizes), times), blocks)
+    return Profile(trace=made, iteration=Iteration(number=0, regions=regions), ids={})
+
+
+def test_sizes_are_exact_and_times_fitted_by_parts_that_are_not_negative() -> None:
+    def seconds(length: int) -> float:
+        return 0.5 + 0.01 * length + 1e-5 * length**2
+
+    def size(length: int) -> int:
+        return length * (length + 1) // 2 + 3
+
+    found = with_lengths([profile([(4, n)], bytes_at=size, seconds_at=seconds) for n in (10, 50, 200, 101)][:-1])
+    assert found.trace.lengths is not None and (found.trace.lengths.lowest, found.trace.lengths.place) == (10, 1)
+    for length in (10, 37, 101, 199):
+        there = found.trace.at(length)
+        assert there.blocks[0].size_bytes == size(length)
+        assert there.stages[1].duration_seconds == pytest.approx(seconds(length)) and there.stages[2].duration_seconds == 1.0
+    falling = with_lengths([profile([(4, n)], seconds_at=lambda n: 300.0 - n) for n in (10, 100, 200)]).trace
+    (times,) = falling.lengths.stage_seconds if falling.lengths else ()
+    assert times.coefficients == (pytest.approx(590 / 3), 0.0, 0.0), "disturbed: no time falls with the length"
+
+
+def test_sizes_that_are_no_polynomial_are_below_none_that_was_seen() -> None:
+    def padded(length: int) -> int:
+        return length * (-(-length // 8) * 8)
+
+    found = with_lengths([profile([(n,)], bytes_at=padded) for n in (9, 16, 33, 41, 57, 100)]).trace
+    for length in (9, 16, 33, 41, 57, 100):
+        assert padded(length) <= found.at(length).blocks[0].size_bytes <= padded(length) + 800
+
+
+def test_a_trace_has_all_microbatches_as_long_as_the_longest() -> None:
+    samples = [profile([(4, a), (4, b)]) for a, b in ((10, 30), (70, 20), (60, 50))]
+    found = with_lengths(samples)
+    assert [each.size_bytes for each in found.trace.blocks] == [8 * 70 + 8] * 2
+    assert [found.trace.stages[number].duration_seconds for number in (1, 4)] == [pytest.approx(70.0)] * 2
+    assert found.samples == tuple(samples) and found.iteration is samples[-1].iteration
+    assert [each.size_bytes for each in found.trace.at(20).blocks] == [168, 168]
+
+
+@pytest.mark.parametrize(
+    "sizes", [([(4, 9)],), ([(4, 9)], [(3, 7)], [(4, 5)]), ([(4, 9)], [(4, 9)]), ([(4, 9)], [(4, 9), (4, 9)])]
+)
+def test_what_does_not_tell_enough_leaves_the_trace_as_it_is(sizes: tuple[Sizes, ...]) -> None:
+    """One length, batch and length that both vary, and other stages."""
+    found = with_lengths([profile(each) for each in sizes])
+    assert found.trace.lengths is None and isinstance(found.trace, planner.Trace)
