@@ -21,18 +21,19 @@ def with_predictions(problem: Problem, plan: Plan, timeline: Timeline | None = N
     if timeline is None:
         timeline = simulate(problem.source, plan)
     plan = plan.model_copy(update={"moves": _with_free_after(problem, plan, timeline)})
-    return plan.model_copy(
-        update={
-            "predicted": Predicted(
-                iteration_seconds=timeline.iteration_seconds,
-                ideal_seconds=problem.source.ideal_seconds,
-                lower_bound_seconds=lower_bound_seconds,
-                stall_seconds=timeline.stall_seconds,
-                peak_bytes=timeline.peak_bytes,
-                moved_bytes=timeline.moved_bytes,
-                storage_written_bytes=timeline.storage_written_bytes,
-            )
-        }
+    return plan.model_copy(update={"predicted": prediction(problem.source, timeline, lower_bound_seconds)})
+
+
+def prediction(trace: Trace, timeline: Timeline, lower_bound_seconds: float = 0.0) -> Predicted:
+    """Return what a replay without re-runs predicts."""
+    return Predicted(
+        iteration_seconds=timeline.iteration_seconds,
+        ideal_seconds=trace.ideal_seconds,
+        lower_bound_seconds=lower_bound_seconds,
+        stall_seconds=timeline.stall_seconds,
+        peak_bytes=timeline.peak_bytes,
+        moved_bytes=timeline.moved_bytes,
+        storage_written_bytes=timeline.storage_written_bytes,
     )
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from planner.errors import TeraioError
+from planner.policies.predictions import prediction
 from planner.problem import recompute_seconds
-from planner.schema import Plan, Predicted, Shorter, Trace
+from planner.schema import Plan, Shorter, Trace
 from planner.simulator import Timeline, simulate
 
 _ROUNDING = 1 + 1e-9  # sums of times differ by less
@@ -55,7 +56,8 @@ def _shorter(plan: Plan, trace: Trace, length: int, inside: Iterable[int]) -> Sh
         else:
             most = tried - 1
         tried = (fewest + most + 1) // 2
-    return Shorter(length=length, left_out=tuple(sorted(order[:fewest])), predicted=_predicted(trace, plan, best))
+    predicted = prediction(trace, best).model_copy(update={"recompute_seconds": recompute_seconds(trace, plan.recompute)})
+    return Shorter(length=length, left_out=tuple(sorted(order[:fewest])), predicted=predicted)
 
 
 def _replayed(plan: Plan, trace: Trace, left_out: list[int]) -> Timeline | None:
@@ -64,16 +66,3 @@ def _replayed(plan: Plan, trace: Trace, left_out: list[int]) -> Timeline | None:
         return simulate(trace, plan.thinned(left_out, trace))
     except TeraioError:
         return None
-
-
-def _predicted(trace: Trace, plan: Plan, replayed: Timeline) -> Predicted:
-    return Predicted(
-        iteration_seconds=replayed.iteration_seconds,
-        ideal_seconds=trace.ideal_seconds,
-        lower_bound_seconds=0.0,
-        stall_seconds=replayed.stall_seconds,
-        peak_bytes=replayed.peak_bytes,
-        moved_bytes=replayed.moved_bytes,
-        storage_written_bytes=replayed.storage_written_bytes,
-        recompute_seconds=recompute_seconds(trace, plan.recompute),
-    )

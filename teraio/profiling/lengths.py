@@ -100,7 +100,8 @@ def _lengths_of(iteration: Iteration, places: Mapping[Hashable, int]) -> list[in
     for region in iteration.regions:
         sized = region.identity if isinstance(region.identity, SizedGraph) and region.identity.graph in places else None
         length = None if sized is None else sized.sizes[places[sized.graph]]
-        found += [length] * len(region.stages)
+        # Updates within a backward pass do not depend on it.
+        found += [None if stage.phase == "optimizer" else length for stage in region.stages]
     return found
 
 
