@@ -11,7 +11,7 @@ from teraio.profiling import Profile, first_sized
 
 
 class ThinnedPlans:
-    """The plan for shorter inputs that belong to a plan. All calls are for the training thread; none waits."""
+    """The plans for shorter inputs that belong to a plan. All calls are for the training thread; none waits."""
 
     def __init__(self, profile: Profile, plan: planner.Plan) -> None:
         self._profile = profile

@@ -78,20 +78,32 @@ def _sized(iteration: Iteration) -> Iterator[SizedGraph]:
 
 
 def _places(iterations: Sequence[Iteration]) -> dict[Hashable, int]:
-    """Return for each graph which of its sizes varies. Empty where several vary, in one graph or not alike in all graphs."""
+    """Return for each graph which of its sizes is the length: one that varies, and says what all others are, such as strides.
+
+    Empty where none does, as where the batch varies beside the length, and where the lengths of graphs differ.
+    """
     sizes: dict[Hashable, set[tuple[int, ...]]] = {}
     for each in chain.from_iterable(map(_sized, iterations)):
         sizes.setdefault(each.graph, set()).add(each.sizes)
     places: dict[Hashable, int] = {}
-    lengths: set[frozenset[int]] = set()
+    lengths: set[int] = set()
     for graph, found in sizes.items():
-        varying = [(place, frozenset(each)) for place, each in enumerate(zip(*found, strict=True)) if len(set(each)) > 1]
-        for place, values in varying:
-            places[graph] = place
-            lengths.add(values)
-        if len(varying) > 1 or len(lengths) > 1:
+        if len(found) < 2:
+            continue
+        columns = list(zip(*found, strict=True))
+        wanted = [each for each in columns if not lengths or set(each) == lengths]
+        length = next((each for each in wanted if all(_is_line(each, other) for other in columns)), None)
+        if length is None:
             return {}
+        places[graph], lengths = columns.index(length), set(length)
     return places
+
+
+def _is_line(lengths: Sequence[int], values: Sequence[int]) -> bool:
+    """Return whether values lie on a line over the lengths, as what is constant does; False where lengths are not different."""
+    along, up = lengths[1] - lengths[0], values[1] - values[0]
+    lies = ((value - values[0]) * along == (length - lengths[0]) * up for length, value in zip(lengths, values, strict=True))
+    return len(set(lengths)) == len(lengths) and all(lies)
 
 
 def _lengths_of(iteration: Iteration, places: Mapping[Hashable, int]) -> list[int | None]:

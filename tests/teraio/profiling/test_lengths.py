@@ -65,6 +65,12 @@ def test_a_trace_has_all_microbatches_as_long_as_the_longest() -> None:
     assert [each.size_bytes for each in found.trace.at(20).blocks] == [168, 168]
 
 
+def test_sizes_that_follow_from_the_length_are_no_others() -> None:
+    """Such as the stride of `tokens[:, :-1]`: the first of them counts."""
+    found = with_lengths([profile([(4, n + 1, n)]) for n in (10, 20, 30)]).trace
+    assert found.lengths is not None and found.lengths.place == 1 and found.at(16).blocks[0].size_bytes == 8 * 15 + 8
+
+
 @pytest.mark.parametrize(
     "sizes", [([(4, 9)],), ([(4, 9)], [(3, 7)], [(4, 5)]), ([(4, 9)], [(4, 9)]), ([(4, 9)], [(4, 9), (4, 9)])]
 )
