@@ -430,6 +430,7 @@ class PlannedPhase(Phase):
                 self._samples.clear()  # more of them would tell no more
             else:
                 self.follower.cover(lengths)
+
     def _plan_for(self, recorded: Sequence[Iteration]) -> Phase:
         """Begin to plan for the last of these iterations, and follow the plan for smaller inputs meanwhile."""
         self._largest_bytes = recorded[-1].made_bytes
