@@ -81,7 +81,7 @@ from planner.bound.formulation import build_bound
 from planner.bound.windows import Instants, copy_classes
 from planner.errors import SolverError
 from planner.lp import Program, solve_program
-from planner.problem import DEFAULT_THREADS, Problem, SolverSettings, in_units, made_by, solver_unit
+from planner.problem import DEFAULT_THREADS, Problem, SolverSettings, in_units, made_by, out_of_time, solver_unit
 
 _INSTANTS = 16
 _INSTANTS_FIRST = 8  # for long iterations: a fifth of the time of 16, and often as good
@@ -108,8 +108,9 @@ def lower_bound_seconds(
     for short iterations; for others 8 and, if the bound is below `enough_seconds` then, 16. `max_whole`: up to how many stages of
     idle blocks, summed over blocks and tiers, blocks count as whole.
 
-    Waits for at most about `time_limit_seconds` for each number of instants. The simple bound holds where the solver fails
-    or does not finish: the sum of the stage durations, and the time to move over the links what must cross them.
+    Waits for at most about `time_limit_seconds` for each number of instants, and no longer than planning may take. The simple
+    bound holds where the solver fails or does not finish: the sum of the stage durations, and the time to move over the links
+    what must cross them.
     """
     updatable = problem.may_update_on_host
     saved = sum(subgroup.device_seconds for subgroup in updatable)
@@ -119,6 +120,8 @@ def lower_bound_seconds(
         return best
     tried = (_INSTANTS_SHORT,) if problem.stage_count <= _SHORT_STAGES else (_INSTANTS_FIRST, _INSTANTS)
     for most in tried if max_instants is None else (max_instants,):
+        if out_of_time():
+            break
         try:
             best = max(best, _proved_seconds(problem, most, max_whole, settings))
         except SolverError:

@@ -15,7 +15,7 @@ from planner.errors import SolverError
 from planner.ilp.formulation import CoarseProgram, Resolution, coarse_program
 from planner.ilp.model import CoarseModel
 from planner.lp import solve_program
-from planner.problem import Problem, RerunPlaces, SolverSettings, host_bytes, needed_again
+from planner.problem import Problem, RerunPlaces, SolverSettings, host_bytes, needed_again, out_of_time
 from planner.schema import SolverReport, Subgroup, WaitingTier
 
 # Longer iterations begin with the linear relaxation: a whole integer program often finds nothing within the limit.
@@ -52,8 +52,10 @@ def coarse_solutions(
     looks better. Without `integer`, only relaxed ones.
 
     on_host: the subgroups that update on the host, if that is already decided. If not, the relaxed program decides it at a low
-    resolution first. Yields nothing where all runs of the solver fail.
+    resolution first. Yields nothing where all runs of the solver fail, or no time is left.
     """
+    if out_of_time():
+        return
     decided = on_host is not None
     subgroups = [subgroup for subgroup in problem.may_update_on_host if on_host is None or subgroup.id in on_host]
     short = problem.stage_count <= MAX_INTEGER_STAGES
@@ -85,9 +87,9 @@ def _refined(
     """Solutions in which exactly `subgroups` update on the host. rough: what decided that; the first report counts its time."""
     resolution = _resolution(problem)
     built = coarse_program(problem, resolution, subgroups, write_weight=settings.write_weight, decided=True)
-    relaxed = solve(built, relaxed=True, vertex=True, settings=settings)
+    relaxed = _relaxed(problem, built, settings, vertex=True)
     yield relaxed if rough is None else _with_time_of(rough, relaxed)
-    if integer and problem.stage_count > MAX_INTEGER_STAGES:
+    if integer and problem.stage_count > MAX_INTEGER_STAGES and not out_of_time():
         yield _complete(built, relaxed, settings)
 
 
@@ -98,7 +100,16 @@ def _resolution(problem: Problem) -> Resolution:
 def _rough(problem: Problem, settings: SolverSettings, subgroups: Sequence[Subgroup], *, decided: bool) -> CoarseSolution:
     """Solve the relaxed program at a low resolution. subgroups: those that may update on the host, or (decided) that do."""
     built = coarse_program(problem, _ROUGH, subgroups, write_weight=settings.write_weight, decided=decided)
-    return solve(built, relaxed=True, vertex=False, settings=settings)
+    return _relaxed(problem, built, settings, vertex=False)
+
+
+def _relaxed(problem: Problem, built: CoarseProgram, settings: SolverSettings, *, vertex: bool) -> CoarseSolution:
+    """Solve the relaxed program, once for each problem: a plan is drafted first, and then made well."""
+    key = (built.asked, vertex)
+    if key not in problem.memo:
+        problem.memo[key] = solve(built, relaxed=True, vertex=vertex, settings=settings)
+    found: CoarseSolution = problem.memo[key]
+    return found
 
 
 def rerun_shares(problem: Problem, places: RerunPlaces, settings: SolverSettings) -> dict[int, float]:
@@ -110,6 +121,8 @@ def rerun_shares(problem: Problem, places: RerunPlaces, settings: SolverSettings
     """
     shares: dict[int, float] = {}
     for resolution in (_RERUNS_ROUGH, _RERUNS):
+        if out_of_time():
+            break
         updates = problem.may_update_on_host
         built = coarse_program(problem, resolution, updates, write_weight=settings.write_weight, places=places)
         model = built.model

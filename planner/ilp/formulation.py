@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -52,9 +52,13 @@ class Resolution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoarseProgram:
-    """A program with what its solution is read by. It counts time in `unit_seconds`. `build_seconds`: what building it took."""
+    """A program with what its solution is read by. It counts time in `unit_seconds`. `build_seconds`: what building it took.
+
+    `asked`: what it was built from, besides the problem.
+    """
 
     model: CoarseModel
+    asked: Hashable
     unit_seconds: float
     build_seconds: float
 
@@ -107,7 +111,8 @@ def coarse_program(
         add_shared_limit(model, shared)
     add_updates(model)
     add_rerun_reads(model)
-    return CoarseProgram(model=model, unit_seconds=unit, build_seconds=time.perf_counter() - began)
+    asked = (resolution, tuple(subgroup.id for subgroup in subgroups), write_weight, decided, places is None)
+    return CoarseProgram(model=model, asked=asked, unit_seconds=unit, build_seconds=time.perf_counter() - began)
 
 
 def _variables(program: Program, block_class: BlockClass, period: ClassPeriod, route: Route, window: int) -> PeriodVariables:

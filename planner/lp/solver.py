@@ -22,7 +22,7 @@ import pulp
 
 from planner.errors import SolverError
 from planner.lp.program import Program
-from planner.problem import SolverSettings
+from planner.problem import SolverSettings, out_of_time, seconds_left
 
 _LEAST_ITERATIONS = 1000
 _SHARE = 1.2
@@ -51,10 +51,12 @@ def solve_program(
 ) -> Solved:
     """Solve the program. linear: take whole variables as continuous. vertex: end in a vertex, which has few fractions.
 
-    max_nodes: of the search tree of an integer program. Works for at most about the time limit, in seconds of processor time;
-    before that, the simplex method may take a counted number of iterations ([Note: work, not time]). Raises SolverError when the
-    solver fails. A program that is not solved in time is no error: see `Solved`.
+    max_nodes: of the search tree of an integer program. Works for at most about the time limit, in seconds of processor time, or
+    about what is left for planning as a whole (`planner.problem.time_limit`). Raises SolverError when the solver fails. A program
+    that is not solved in time is no error: see `Solved`.
     """
+    if out_of_time():
+        return Solved(values=())
     try:
         if linear:
             solver = _linear(program, settings, vertex=vertex)
@@ -164,6 +166,7 @@ def _run(solver: highspy.Highs, program: Program, settings: SolverSettings, *, v
     solver.setOptionValue("solver", "simplex")
     solver.setOptionValue("simplex_dual_edge_weight_strategy", _DEVEX)
     solver.setOptionValue("simplex_iteration_limit", max(int(_SHARE * len(program.least)), _LEAST_ITERATIONS))
+    _stop_after(settings.time_limit_seconds, solver.cbSimplexInterrupt)
     solver.run()
     if solver.getModelStatus().name == "kIterationLimit":
         solver.clearSolver()
@@ -177,7 +180,7 @@ def _run(solver: highspy.Highs, program: Program, settings: SolverSettings, *, v
 def _stop_after(seconds: float, callback: highspy.highs.HighsCallback) -> None:
     """End a run after so much processor time of this process."""
     # HiGHS itself counts what passes while others have the processor.
-    end = time.process_time() + seconds
+    end = time.process_time() + min(seconds, seconds_left())
 
     def check(event: highspy.highs.HighsCallbackEvent) -> None:
         if time.process_time() > end:

@@ -20,6 +20,7 @@ from planner.problem import (
     TierCapacity,
     build_plan,
     copies_out,
+    out_of_time,
     user_stages,
 )
 from planner.schedule import (
@@ -69,7 +70,7 @@ def optimise(problem: Problem, task: Task) -> Plan:
     search = _Search(problem, task)
     search.begin()
     for step in _STEPS:
-        if step.wanted(search):
+        if not out_of_time() and step.wanted(search):
             search.own += step.candidates(search)
     best = search.choose()
     made = best.plan.model_copy(update={"solver": _together(search.reports), "policy": task.policy})
@@ -101,7 +102,7 @@ class _Search:
                 self.own += exact_candidates(*start, weight)
             except InfeasiblePlanError as error:
                 too_full = error
-            if self.effort.until_close and self.is_close():
+            if (self.own and out_of_time()) or (self.effort.until_close and self.is_close()):
                 break
         if task.rivals_beyond and all(each.timeline.iteration_seconds > task.rivals_beyond for each in self.own):
             self.rivals = self._plans_of_rivals()
@@ -136,8 +137,10 @@ class _Search:
 
     def _plans_of_rivals(self) -> list[ReplayedPlan]:
         """The plans of the other policies, unchanged."""
-        found = []
+        found: list[ReplayedPlan] = []
         for rival in self.task.rivals if self.effort.refined_drafts or not self.task.draft else ():
+            if found and out_of_time():
+                break
             try:
                 found.append(ReplayedPlan.of(self.problem, rival(self.problem), self.task.settings.write_weight))
             except InfeasiblePlanError:
@@ -161,7 +164,7 @@ def _other_updates(search: _Search) -> list[ReplayedPlan]:
     while better is not None:
         best, better = better, None
         for on_host in update_exchanges(best):
-            if len(tried) > effort.update_sets:
+            if len(tried) > effort.update_sets or out_of_time():
                 return [best]
             if on_host in tried:
                 continue
@@ -297,6 +300,8 @@ def _best_schedule(
     for lead in leads:
         clock = StageClock.ideal(problem)
         for _ in range(rounds):
+            if best is not None and out_of_time():
+                break
             scheduled = schedule(problem, decisions, clock, lead=lead)
             starts = tuple((index, decision.start) for index, decision in scheduled.items())
             if starts in known:
@@ -333,6 +338,8 @@ def around_user_code(best: ReplayedPlan) -> ReplayedPlan:
     """
     effort = effort_of(best.problem.stage_count)
     for _ in range(effort.improvements):
+        if out_of_time():
+            break
         tried = [(best.problem, schedule(best.problem, best.decisions, best.clock, lead=lead)) for lead in effort.all_leads]
         tried += user_code_proposals(best)
         better = min((ReplayedPlan.of(*each, best.write_weight) for each in tried), key=lambda candidate: candidate.cost)
@@ -350,6 +357,8 @@ def with_other_tiers(best: ReplayedPlan) -> ReplayedPlan:
         variants = [(best.decisions, lead) for lead in effort.all_leads]
         variants += [(decisions, best.lead) for decisions in tier_exchanges(best)]
         for decisions, lead in variants:
+            if out_of_time():
+                break
             try:
                 tried = ReplayedPlan.of(problem, schedule(problem, decisions, best.clock, lead=lead), best.write_weight)
             except InfeasiblePlanError:
@@ -377,7 +386,7 @@ def with_other_blocks(best: ReplayedPlan) -> ReplayedPlan:
             key = frozenset(decisions.items())
             if key in known:
                 continue
-            if left == 0:
+            if left == 0 or out_of_time():
                 break
             left -= 1
             known.add(key)

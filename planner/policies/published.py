@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.errors import InfeasiblePlanError, UnsupportedError
-from planner.problem import Decision, Decisions, Problem, Route, TierCapacity, host_bytes, host_updatable, layer_of
+from planner.problem import Decision, Decisions, Problem, Route, TierCapacity, host_bytes, host_updatable, layer_of, out_of_time
 from planner.schedule import evict_furthest, on_demand, prefetch_from
 from planner.schema import WaitingTier
 
@@ -165,7 +165,7 @@ class _Greedy:
         chosen: Decisions = {}
         heap = [(-c.ratio, c.period) for i in range(len(self._problem.periods)) if (c := self._candidate(i))]
         heapq.heapify(heap)
-        while heap and self._over_budget:
+        while heap and self._over_budget and not out_of_time():
             _, index = heapq.heappop(heap)
             # Anew, since earlier moves may have lowered its value. For one tier, values never rise.
             candidate = self._candidate(index)

@@ -17,9 +17,11 @@ from planner.policies.published import (
     zero_infinity_decisions,
 )
 from planner.policies.rerun_search import best_recomputation, checkpointed
+from planner.policies.stretches import planned_by_stretch
 from planner.problem import (
     DEFAULT_GAP,
     DEFAULT_THREADS,
+    DEFAULT_TIME_LIMIT_SECONDS,
     DEFAULT_WRITE_WEIGHT,
     Decisions,
     Problem,
@@ -27,7 +29,9 @@ from planner.problem import (
     build_plan,
     folded,
     host_updatable,
+    out_of_time,
     spelled_out,
+    time_limit,
 )
 from planner.schedule import evict_furthest
 from planner.schema import Budgets, Plan, Trace
@@ -42,7 +46,7 @@ def plan(
     budgets: Budgets,
     *,
     policy: str = "ilp",
-    time_limit_seconds: float = 30.0,
+    time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS,
     gap: float = DEFAULT_GAP,
     threads: int = DEFAULT_THREADS,
     write_weight: float = DEFAULT_WRITE_WEIGHT,
@@ -64,10 +68,10 @@ def plan(
     budget never gives a slower plan. Without, it may, by its distance from the lower bound at the most. An incumbent keeps its
     own, smaller budgets where that makes it faster.
 
-    Waits for the result. The solver gets `time_limit_seconds` of processor time for each of its programs: up to six where updates
-    may run on the host, otherwise one or two. It is a safeguard: what ends a search is counted, so that a busy machine makes the
-    same plans. Placing, replaying and bounding take additional time, half a minute for 1,000 stages. Where the trace has
-    recompute groups, `"ilp"` solves one or two programs more, and makes two or three plans.
+    Waits for the result: for at most `time_limit_seconds` of processor time, and some seconds more where stages are many, since
+    the step that it is in then ends first. The plan is then the best so far, a greedy one at least, and `plan.solver.status`
+    says "time limit". Mostly searches end before. What ends them is counted, so that a busy machine makes the same plans. Where
+    a stretch of a long iteration repeats, it is planned once: [Note: iterations that repeat] in `planner.problem.repeats`.
 
     Raises BudgetError (the budget is below what one stage needs, or with keep-all below everything), InfeasiblePlanError (the
     lower tiers are too small), UnsupportedError (`"host-updates"` and `"stride-2"`: nothing can update on the host),
@@ -78,11 +82,14 @@ def plan(
     if policy not in POLICIES:
         raise OptionsError(f"policy {policy!r} is not known; the policies are: {', '.join(POLICIES)}")
     settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=gap, threads=threads, write_weight=write_weight)
-    made = _no_slower_than(incumbents, trace, budgets, lambda: POLICIES[policy](trace, budgets, settings))
-    if lower_bound:
-        made = with_lower_bound(made, trace, budgets, threads=threads)
-    else:
-        made = with_bound(made, 0.0)
+    with time_limit(time_limit_seconds):
+        made = _no_slower_than(incumbents, trace, budgets, lambda: POLICIES[policy](trace, budgets, settings))
+        if out_of_time():
+            made = made.model_copy(update={"solver": made.solver.model_copy(update={"status": "time limit"})})
+        if lower_bound:
+            made = with_lower_bound(made, trace, budgets, threads=threads)
+        else:
+            made = with_bound(made, 0.0)
     fault = made.fault()
     if fault is not None:
         raise PlanError(
@@ -127,7 +134,8 @@ def _within(own: Budgets, given: Budgets) -> bool:
 
 def _optimised(name: str, make: Callable[[Trace, Budgets, Task], Plan]) -> Policy:
     def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
-        return make(trace, budgets, Task(policy=name, settings=settings, rivals=tuple(HEURISTICS.values())))
+        task = Task(policy=name, settings=settings, rivals=tuple(HEURISTICS.values()))
+        return planned_by_stretch(trace, budgets, task, make) or make(trace, budgets, task)
 
     return policy
 
@@ -145,7 +153,7 @@ def _or_by_a_rule(made: Plan, trace: Trace, budgets: Budgets, settings: SolverSe
     if len(trace.stages) > MAX_INTEGER_STAGES or settings.write_weight > DEFAULT_WRITE_WEIGHT or not host_updatable(trace):
         return made
     bound = lower_bound_of(made)
-    if iteration_seconds(made) <= bound * _AT_THE_BOUND:
+    if iteration_seconds(made) <= bound * _AT_THE_BOUND or out_of_time():
         return made
     found = [made]
     for rule in RULES.values():

@@ -26,6 +26,7 @@ from planner.problem import (
     floor,
     folded,
     live_bytes,
+    out_of_time,
     over_half,
     recomputed,
     rounded,
@@ -43,7 +44,7 @@ def best_recomputation(trace: Trace, budgets: Budgets, task: Task) -> Plan:
     search = _Search(trace, budgets, task)
     pressed = search.places.usable and max(live_bytes(trace)) > budgets.device_bytes
     for step in _GROUPS_FIRST if pressed and search.effort.groups_first else _ALONE_FIRST:
-        if not step(search):
+        if not step(search) or (search.best is not None and out_of_time()):
             break
     return search.made()
 
@@ -54,7 +55,8 @@ def checkpointed(trace: Trace, budgets: Budgets, task: Task) -> Plan:
     Raises BudgetError and InfeasiblePlanError as `optimise` does.
     """
     places = RerunPlaces(trace)
-    return _planned(trace, budgets, places.of(whole_layers(trace, places.usable)), task)
+    chosen = places.of(whole_layers(trace, places.usable))
+    return folded(trace, chosen, optimise(Problem.of(recomputed(trace, chosen), budgets), task))
 
 
 class _Search:
@@ -68,6 +70,7 @@ class _Search:
         self._task, self._draft = task, replace(task, draft=True)
         self._tried: set[tuple[Recompute, ...]] = {()}
         self._proposed: tuple[tuple[Recompute, ...], ...] = ()
+        self._of_best: dict[tuple[Recompute, ...], Problem] = {}  # it knows what was solved for it
 
     # -- steps; the search goes on as long as they return True
 
@@ -222,7 +225,7 @@ class _Search:
 
     def _try(self, chosen: tuple[Recompute, ...]) -> bool:
         """Draft a plan with these re-runs, and keep it if it is the best. Return whether it is."""
-        if chosen in self._tried:
+        if chosen in self._tried or (self.best is not None and out_of_time()):
             return False
         self._tried.add(chosen)
         return self._keep_better(chosen, self._draft)
@@ -230,17 +233,18 @@ class _Search:
     def _finish(self, task: Task, untried: Iterable[tuple[Recompute, ...]] = ()) -> None:
         """Plan the best re-runs by `task`, and keep the better plan. Where nothing was planned so far: the `untried` ones."""
         for chosen in (self.best.recompute,) if self.best is not None else untried:
-            if chosen:
+            if chosen and not (self.best is not None and out_of_time()):
                 self._keep_better(chosen, task)
 
     def _keep_better(self, chosen: tuple[Recompute, ...], task: Task) -> bool:
         try:
-            made = _planned(self.trace, self.budgets, chosen, task)
+            problem = self._of_best.get(chosen) or Problem.of(recomputed(self.trace, chosen), self.budgets)
+            made = folded(self.trace, chosen, optimise(problem, task))
         except (BudgetError, InfeasiblePlanError, PlanError):
             return False  # a group of a changed set may find nothing that it could make
         if self.best is not None and self._cost(made) >= self._cost(self.best) * self.effort.better:
             return False
-        self.best = made
+        self.best, self._of_best = made, {chosen: problem}
         return True
 
     def _cost(self, made: Plan) -> float:
@@ -261,11 +265,6 @@ _GROUPS_FIRST: _Steps = (
     _Search.plan_alone_if_it_may_be_better,
     _Search.widen,
 )
-
-
-def _planned(trace: Trace, budgets: Budgets, chosen: tuple[Recompute, ...], task: Task) -> Plan:
-    """The plan of the iteration with these re-runs, as a plan of the trace. Raises PlanError as `recomputed` does."""
-    return folded(trace, chosen, optimise(Problem.of(recomputed(trace, chosen), budgets), task))
 
 
 def _with_reruns(trace: Trace, error: BudgetError) -> BudgetError:

@@ -29,6 +29,7 @@ from planner.problem.lifetimes import (
 from planner.problem.problem import (
     DEFAULT_GAP,
     DEFAULT_THREADS,
+    DEFAULT_TIME_LIMIT_SECONDS,
     DEFAULT_WRITE_WEIGHT,
     TIE_WEIGHT,
     Decision,
@@ -55,4 +56,6 @@ from planner.problem.recompute import (
     spelled_out,
     whole_layers,
 )
+from planner.problem.repeats import Repeats, repeats_of
 from planner.problem.shared_limits import SharedLimit, max_min_rates, of_equal_ranks
+from planner.problem.time_limit import out_of_time, seconds_left, time_limit

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from planner.errors import BudgetError, format_bytes
 from planner.problem.host_updates import device_iteration, host_bytes, host_updatable, movable_blocks, parameters
@@ -15,6 +16,7 @@ from planner.schema import Block, Budgets, Link, Subgroup, Trace, WaitingTier
 _UNITS_PER_ITERATION = 100.0
 DEFAULT_GAP = 0.005
 DEFAULT_THREADS = 2
+DEFAULT_TIME_LIMIT_SECONDS = 120.0
 DEFAULT_WRITE_WEIGHT = 0.005
 # Seconds of iteration time that one second of copying is worth where nothing wears out: of equal plans, the one that moves
 # less wins.
@@ -23,9 +25,9 @@ TIE_WEIGHT = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverSettings:
-    """Settings of one planning run, see `planner.plan`. `time_limit_seconds`: of processor time."""
+    """Settings of one planning run, see `planner.plan`. `time_limit_seconds`: of processor time, for all of it."""
 
-    time_limit_seconds: float = 30.0
+    time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS
     gap: float = DEFAULT_GAP
     threads: int = DEFAULT_THREADS
     write_weight: float = DEFAULT_WRITE_WEIGHT
@@ -132,6 +134,11 @@ class Problem:
     def stage_count(self) -> int:
         """Number of stages in the iteration."""
         return len(self.trace.stages)
+
+    @cached_property
+    def memo(self) -> dict[Hashable, Any]:
+        """What was worked out from the problem and may be asked for again, by what was asked."""
+        return {}
 
     @cached_property
     def period_after(self) -> dict[tuple[int, int], int]:

@@ -115,11 +115,12 @@ class Placement(FrozenModel):
 class SolverReport(FrozenModel):
     """What the solver said about the coarse model. For the exact plan, see Predicted.
 
-    `bound_seconds` and `gap` = (objective − bound) / objective are None where the solver gave no bound.
+    `status`: "time limit" says that planning ended by it, with the best plan so far. `bound_seconds` and `gap` = (objective −
+    bound) / objective are None where the solver gave no bound.
     """
 
     name: str = "none"
-    status: Literal["optimal", "feasible", "failed", "not needed"] = "not needed"
+    status: Literal["optimal", "feasible", "failed", "not needed", "time limit"] = "not needed"
     objective_seconds: Seconds | None = None
     bound_seconds: float | None = None
     gap: float | None = None

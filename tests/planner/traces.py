@@ -179,6 +179,32 @@ def transformer_trace(
     return trace(staged(listed, times, workspaces), blocks, hardware(rate=rate, latency=1e-4), name="transformer")
 
 
+def microbatches(passes: int, layers: int = 3, *, rate: float = 10.0, user: bool = False) -> Trace:
+    """So many passes through a chain of layers, with gradients that add up, and an update of each layer at the end.
+
+    As in `layers`, activations can be made anew. The first pass makes the gradients. user: user code before each pass.
+    """
+    length = 2 * layers + user
+    names = ["user"] * user + [f"forward/{i}" for i in range(layers)] + [f"backward/{i}" for i in reversed(range(layers))]
+    listed = [*staged(names * passes), *staged([f"optimizer/{i}" for i in range(layers)])]
+    blocks, groups, parameters = [], [], {i: passes * layers + 3 * i for i in range(layers)}
+    for start in (number * length + user for number in range(passes)):
+        for i in range(layers):
+            blocks.append(block(10, [start + i], [start + i + 1, start + 2 * layers - 1 - i], name=f"a{i}"))
+            reads = [parameters[i]] + [len(blocks) - 2] * (i > 0)
+            groups.append(group(start + i, [len(blocks) - 1], reads))
+    for i in range(layers):
+        update = passes * length + i
+        back = [number * length + user + 2 * layers - 1 - i for number in range(passes)]
+        forward = [number * length + user + i for number in range(passes)]
+        blocks += [
+            block(6, [update], [*forward, *back, update], "parameter", name=f"parameter.{i}"),
+            block(6, back, [*back[1:], update], "gradient", name=f"gradient.{i}"),
+            block(12, [update], [update], "optimizer_state", name=f"state.{i}"),
+        ]
+    return trace(listed, blocks, hardware(host=True, rate=rate), recompute=groups, name="microbatches")
+
+
 def with_user_code(traced: Trace, seconds: float, phases: Sequence[str] = ("forward", "backward", "optimizer")) -> Trace:
     """Return the trace with a stage of user code before each run of stages of one phase, as recorded traces have."""
     listed: list[Entry] = []

@@ -1,0 +1,67 @@
+"""Stretches of an iteration that repeat: what the short iteration is, and what its plan means in the whole one."""
+
+from __future__ import annotations
+
+import pytest
+from tests.planner.traces import hand, layers, microbatches
+
+from planner import Budgets, Trace, floor, plan, simulate
+from planner.policies import registry, stretches
+from planner.problem import live_bytes, repeats_of
+
+
+def budgets(trace: Trace, share: float) -> Budgets:
+    """So much of what lies between the floor and the peak."""
+    least, peak = floor(trace)[0], max(live_bytes(trace))
+    return Budgets(device_bytes=int(least + share * (peak - least)))
+
+
+@pytest.mark.parametrize("user", [False, True])
+def test_passes_between_the_first_and_the_last_are_one_stretch(user: bool) -> None:
+    traced = microbatches(6, user=user)
+    found = repeats_of(traced)
+    length = 6 + user
+    assert found is not None
+    assert (found.first, found.length, found.times) == (length, length, 4)
+    short = Trace.build(**{name: getattr(found.short, name) for name in Trace.model_fields})
+    assert short.fingerprint == microbatches(3, user=user).fingerprint
+
+
+@pytest.mark.parametrize("traced", [hand("chain"), layers(), microbatches(3)], ids=["no pass", "one pass", "three passes"])
+def test_nothing_repeats_without_two_like_passes_inside(traced: Trace) -> None:
+    assert repeats_of(traced) is None
+
+
+def test_a_pass_with_another_block_is_not_alike() -> None:
+    traced = microbatches(6)
+    blocks = list(traced.blocks)
+    blocks[7] = blocks[7].model_copy(update={"size_bytes": 11})
+    assert repeats_of(traced.rebuilt(blocks=tuple(blocks))) is None
+
+
+@pytest.mark.parametrize("user", [False, True])
+@pytest.mark.parametrize("policy", ["ilp", "offload-only", "checkpoint"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
+def test_the_plan_of_the_short_iteration_holds_for_the_whole_one(
+    share: float, policy: str, user: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is replayed there, and hardly slower than the plan of the iteration as a whole."""
+    traced = microbatches(7, user=user)
+    given = budgets(traced, share)
+    whole = plan(traced, given, policy=policy)
+    monkeypatch.setattr(stretches, "MOST_STAGES", 10)
+    folded = plan(traced, given, policy=policy)
+    assert folded.predicted is not None and whole.predicted is not None
+    assert simulate(traced, folded).iteration_seconds == pytest.approx(folded.predicted.iteration_seconds)
+    assert folded.policy == policy and folded.predicted.ideal_seconds == traced.ideal_seconds
+    assert folded.predicted.lower_bound_seconds <= folded.predicted.iteration_seconds * (1 + 1e-9)
+    assert folded.predicted.iteration_seconds <= 1.1 * whole.predicted.iteration_seconds
+
+
+def test_where_the_short_plan_does_not_fit_the_iteration_is_planned_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = microbatches(7)
+    given = budgets(traced, 0.3)
+    expected = plan(traced, given)
+    monkeypatch.setattr(stretches, "MOST_STAGES", 10)
+    monkeypatch.setattr(registry, "planned_by_stretch", lambda *_: None)
+    assert plan(traced, given).moves == expected.moves
