@@ -121,9 +121,8 @@ class ExpertOptions:
     """Seconds after which a process of this machine that has not answered the others counts as gone. Training then ends with
     RankError, which names it. Only for several processes that torchrun has started."""
 
-    solver_time_limit: Seconds = 30.0
-    """Seconds of processor time that the solver may take for each program, in the background. After that, the best plan found so
-    far is used."""
+    solver_time_limit: Seconds = 120.0
+    """Seconds of processor time that planning may take, in the background. After that, the best plan found so far is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,7 @@ _INSTANTS = 16
 _INSTANTS_FIRST = 8  # for long iterations: a fifth of the time of 16, and often as good
 _INSTANTS_SHORT = 32  # for iterations of at most _SHORT_STAGES stages: there they cost little time, and 16 give a weak bound
 _SHORT_STAGES = 64
+_MANY_STAGES = 500  # with many microbatches, 16 leave one instant in each pass, and none in the step
 _MARGIN = 1e-6
 # Stages in which blocks are idle, summed over blocks and tiers, up to which blocks count as whole. More may take seconds to
 # solve.
@@ -105,8 +106,8 @@ def lower_bound_seconds(
     """Return the seconds that an iteration takes at least, under any plan; see [Note: why it is a bound].
 
     `max_instants`: number of instants of the iteration to consider. More instants may raise the bound and take longer. None: 32
-    for short iterations; for others 8 and, if the bound is below `enough_seconds` then, 16. `max_whole`: up to how many stages of
-    idle blocks, summed over blocks and tiers, blocks count as whole.
+    for short iterations; for others 8 and, if the bound is below `enough_seconds` then, 16; 32 for very long ones. `max_whole`:
+    up to how many stages of idle blocks, summed over blocks and tiers, blocks count as whole.
 
     Waits for at most about `time_limit_seconds` for each number of instants, and no longer than planning may take. The simple
     bound holds where the solver fails or does not finish: the sum of the stage durations, and the time to move over the links
@@ -119,6 +120,8 @@ def lower_bound_seconds(
     if not updatable and (not problem.routes or problem.everything_fits):
         return best
     tried = (_INSTANTS_SHORT,) if problem.stage_count <= _SHORT_STAGES else (_INSTANTS_FIRST, _INSTANTS)
+    if problem.stage_count > _MANY_STAGES:
+        tried += (_INSTANTS_SHORT,)
     for most in tried if max_instants is None else (max_instants,):
         if out_of_time():
             break

@@ -28,6 +28,8 @@ _SEVERAL_TIERS = Resolution(max_segments=64, window=6)  # here more segments gai
 _ROUGH = Resolution(max_segments=24, window=3)
 _RERUNS = Resolution(max_segments=140, window=4, classes_at_peak=200)
 _RERUNS_ROUGH = Resolution(max_segments=64, window=3, classes_at_peak=100)
+_MANY_STAGES = 500  # longer iterations get fewer classes of blocks: with more, a program takes ten seconds
+_FEW_CLASSES = 120
 _ROUNDING = 1e-3  # solvers return shares with errors of about this size
 _MAX_NODES = 5  # of the search tree of an integer program that completes a relaxed solution. Fifty find no better ones.
 
@@ -94,12 +96,16 @@ def _refined(
 
 
 def _resolution(problem: Problem) -> Resolution:
-    return _FINE if len(problem.routes) == 1 else _SEVERAL_TIERS
+    return _affordable(problem, _FINE if len(problem.routes) == 1 else _SEVERAL_TIERS)
+
+
+def _affordable(problem: Problem, resolution: Resolution) -> Resolution:
+    return resolution if problem.stage_count <= _MANY_STAGES else replace(resolution, classes_at_peak=_FEW_CLASSES)
 
 
 def _rough(problem: Problem, settings: SolverSettings, subgroups: Sequence[Subgroup], *, decided: bool) -> CoarseSolution:
     """Solve the relaxed program at a low resolution. subgroups: those that may update on the host, or (decided) that do."""
-    built = coarse_program(problem, _ROUGH, subgroups, write_weight=settings.write_weight, decided=decided)
+    built = coarse_program(problem, _affordable(problem, _ROUGH), subgroups, write_weight=settings.write_weight, decided=decided)
     return _relaxed(problem, built, settings, vertex=False)
 
 

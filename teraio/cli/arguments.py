@@ -13,7 +13,13 @@ import typer
 
 import planner
 from planner.policies import POLICIES
-from planner.problem import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, SolverSettings
+from planner.problem import (
+    DEFAULT_GAP,
+    DEFAULT_THREADS,
+    DEFAULT_TIME_LIMIT_SECONDS,
+    DEFAULT_WRITE_WEIGHT,
+    SolverSettings,
+)
 from planner.schema import MAX_NUMBER, printable
 from teraio.options import parse_bytes
 
@@ -36,7 +42,7 @@ def _of_solver(told: str) -> Any:
 
 TimeLimit = Annotated[
     float,
-    _of_solver("Time limit of the solver, in seconds, for each of the one to three problems that it solves for a plan."),
+    _of_solver("Seconds of processor time for each plan. After that, the best plan so far counts, whose status is 'time limit'."),
 ]
 Gap = Annotated[
     float,
@@ -73,7 +79,7 @@ def with_solver_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def solver_settings(
     *,
-    time_limit: TimeLimit = 30.0,
+    time_limit: TimeLimit = DEFAULT_TIME_LIMIT_SECONDS,
     gap: Gap = DEFAULT_GAP,
     threads: Threads = DEFAULT_THREADS,
     write_weight: WriteWeight = DEFAULT_WRITE_WEIGHT,

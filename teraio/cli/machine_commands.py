@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 import planner
@@ -40,6 +39,7 @@ from teraio.cli.output import (
     save,
     show_or_print,
     some_seconds,
+    working,
 )
 from teraio.cli.trace_summary import summarise_trace, trace_page
 from teraio.options import require_directory
@@ -88,7 +88,7 @@ def capture(
     require_directory("--output", output.parent)
     size = None if subgroup is None else arguments.size("--subgroup", subgroup)
     between = length_range(lengths)
-    with Console(stderr=True).status("capturing"):
+    with working("capturing"):
         training = _function_of(target)
         from teraio.capturing import capture as capture_trace
 
@@ -155,14 +155,14 @@ def advise(
             save(case.trace, plans / f"{name}.trace.json")
             save(made, plans / f"{name}.plan.json")
 
-    with Console(stderr=True).status("planning") as status:
+    with working("planning") as progress:
         found = advice_of(
             loaded,
             arguments.budgets(arguments.size("--device", device), host, storage),
             drives=drives,
             rated_bytes=None if tbw is None else arguments.size("--tbw", tbw),
             settings=settings,
-            progress=status.update,
+            progress=progress,
             made=keep,
         )
     data = data_of(found)
@@ -230,7 +230,7 @@ def doctor(
     if chosen not in ("cpu", "cuda"):
         raise planner.OptionsError(f"option --device: found {device!r}, wanted cpu or cuda")
     where, directories = torch.device(chosen), storage or []
-    with Console(stderr=True).status("looking at this machine"):
+    with working("looking at this machine"):
         found = examine(directories, where)
         described = None if hardware_out is None else measured_machine(directories, where)
     if hardware_out is not None and described is not None:

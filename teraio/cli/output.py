@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from rich import table as rich_table
@@ -25,6 +26,7 @@ from planner.errors import three_digits
 from planner.schema import FrozenModel, printable
 
 _WIDE = 300
+_SILENT_SECONDS = 2.0
 
 Data = dict[str, Any]  # what JSON can say
 
@@ -90,6 +92,33 @@ def show_or_print(data: Data, page: Page, *, as_json: bool) -> None:
             console.print(*([""] if position else []), _rendered(part), sep="\n")
     text = "\n".join(line.rstrip() for line in capture.get().splitlines())
     write_out(text.encode(console.encoding, "replace").decode(console.encoding))  # the terminal may lack a character
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Say on standard error what takes more than two seconds: in a line that moves on a terminal, elsewhere in a line for each.
+
+    Gives the function to call with what is done next.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(what) as status:
+            yield status.update
+        return
+    timers: list[Timer] = []
+
+    def begin(text: str) -> None:
+        for timer in timers:
+            timer.cancel()
+        timers.append(Timer(_SILENT_SECONDS, lambda: print(f"{text} ...", file=sys.stderr, flush=True)))
+        timers[-1].daemon = True
+        timers[-1].start()
+
+    begin(what)
+    try:
+        yield begin
+    finally:
+        timers[-1].cancel()
 
 
 def write_out(text: str) -> None:

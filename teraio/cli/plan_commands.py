@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import planner
 from planner.errors import FileFormatError
@@ -20,7 +19,7 @@ from teraio.cli import arguments
 from teraio.cli.arguments import AsJson, Device, Host, PlanFile, Policy, Rows, Storage, TraceFile, with_solver_options
 from teraio.cli.comparison import compare_policies, comparison_page, sweep_budgets, sweep_page
 from teraio.cli.lengths import histogram, lengths_facts, lengths_of_plan, lengths_table
-from teraio.cli.output import data_of, save, show_or_print, write_out
+from teraio.cli.output import data_of, save, show_or_print, working, write_out
 from teraio.cli.plan_summary import plan_page, summarise_plan
 from teraio.cli.replay_summary import replay_page, summarise_replay
 from teraio.cli.trace_summary import summarise_trace, trace_page
@@ -68,7 +67,7 @@ def plan(
     loaded = planner.Trace.load(trace)
     for length in counts or ():
         loaded.at(length)  # before time goes into the plan
-    with Console(stderr=True).status("planning"):
+    with working("planning"):
         made = planner.plan(loaded, budgets, policy=policy, **asdict(settings))
         made = planner.with_shorter(made, loaded, counts)
     if output is not None:
@@ -119,8 +118,8 @@ def compare(
     """
     budgets = arguments.budgets(arguments.size("--device", device), host, storage)
     loaded = planner.Trace.load(trace)
-    with Console(stderr=True).status("planning") as status:
-        found = compare_policies(loaded, budgets, policy or list(POLICIES), settings=settings, progress=status.update)
+    with working("planning") as progress:
+        found = compare_policies(loaded, budgets, policy or list(POLICIES), settings=settings, progress=progress)
     if found["lower_bound_seconds"] is None:
         raise planner.TeraioError(f"no policy finds a plan: {found['verdicts'][0]['error']}")
     show_or_print(found, comparison_page(found), as_json=as_json)
@@ -145,9 +144,9 @@ def sweep(
     """
     sizes = arguments.size_range(device)
     loaded = planner.Trace.load(trace)
-    with Console(stderr=True).status("planning") as status:
+    with working("planning") as progress:
         found = sweep_budgets(
-            loaded, sizes, arguments.budgets(sizes[0], host, storage), policy, settings=settings, progress=status.update
+            loaded, sizes, arguments.budgets(sizes[0], host, storage), policy, settings=settings, progress=progress
         )
     if found["points"][-1]["predicted"] is None:
         raise planner.TeraioError(f"no budget of the range suffices: {found['points'][-1]['error']}")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 import planner
 from planner.errors import OptionsError
@@ -21,7 +20,7 @@ from planner.problem import SolverSettings, live_bytes
 from planner.schema import Plan, Trace, write_atomic
 from teraio.cli.arguments import AsJson, PlanFile
 from teraio.cli.comparison import compare_policies, sweep_budgets
-from teraio.cli.output import Data, write_out
+from teraio.cli.output import Data, working, write_out
 from teraio.cli.report.content import measured_run, report_of
 from teraio.cli.report.page import html_page
 from teraio.options import require_directory
@@ -104,15 +103,15 @@ def _sweep(plan: Plan, trace: Trace, points: int, settings: SolverSettings) -> D
     highest = max(*live_bytes(trace), plan.budgets.device_bytes)
     sizes = {lowest + (highest - lowest) * number // max(points - 1, 1) for number in range(points)}
     policy = plan.policy if plan.policy in POLICIES else "ilp"
-    with Console(stderr=True).status("planning") as status:
+    with working("planning") as progress:
         return sweep_budgets(
-            trace, sorted(sizes | {plan.budgets.device_bytes}), plan.budgets, policy, settings=settings, progress=status.update
+            trace, sorted(sizes | {plan.budgets.device_bytes}), plan.budgets, policy, settings=settings, progress=progress
         )
 
 
 def _comparison(plan: Plan, trace: Trace, settings: SolverSettings) -> Data:
-    with Console(stderr=True).status("planning") as status:
-        return compare_policies(trace, plan.budgets, _COMPARED, settings=settings, progress=status.update)
+    with working("planning") as progress:
+        return compare_policies(trace, plan.budgets, _COMPARED, settings=settings, progress=progress)
 
 
 _MICROSECONDS = 1e6

@@ -1,0 +1,39 @@
+"""The time limit bounds planning as a whole: what there is then counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner import Trace, plan, simulate
+from planner.policies import HEURISTICS, POLICIES
+from planner.problem import out_of_time, seconds_left, time_limit
+from tests.planner.problem.test_repeats import budgets
+from tests.planner.traces import microbatches, transformer_trace
+
+
+@pytest.mark.parametrize("traced", [microbatches(4), transformer_trace(layers=4, states=True)], ids=lambda each: each.name)
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in ("keep-all", "host-updates", "stride-2")])
+def test_without_time_there_is_a_plan(policy: str, traced: Trace) -> None:
+    given = budgets(traced, 0.2)
+    made = plan(traced, given, policy=policy, time_limit_seconds=1e-9)
+    assert made.solver.status == "time limit" and made.predicted is not None
+    assert simulate(traced, made).iteration_seconds == pytest.approx(made.predicted.iteration_seconds)
+    assert 0 < made.predicted.lower_bound_seconds <= made.predicted.iteration_seconds * (1 + 1e-9)
+
+
+def test_with_time_nothing_is_cut_off() -> None:
+    traced = microbatches(1)
+    given = budgets(traced, 0.2)
+    made = plan(traced, given)
+    assert made.solver.status in ("optimal", "feasible")
+    fastest = min(plan(traced, given, policy=name).predicted.iteration_seconds for name in HEURISTICS)  # type: ignore[union-attr]
+    assert made.predicted is not None and made.predicted.iteration_seconds <= fastest
+
+
+def test_limits_nest() -> None:
+    assert not out_of_time() and seconds_left() == float("inf")
+    with time_limit(0.0), time_limit(100.0):
+        assert out_of_time() and seconds_left() == 0.0
+    with time_limit(100.0):
+        assert not out_of_time() and 0 < seconds_left() <= 100.0
+    assert not out_of_time()
