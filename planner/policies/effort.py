@@ -67,6 +67,7 @@ _VERY_LONG = replace(
     close=1.01,  # programs take long, and find little that is better within this factor
     groups_first=False,  # so does the program for re-runs: it is left out where a plan without them is close
     close_alone=1.01,
+    update_sets=2,  # each is planned for several seconds
 )
 # The most stages of each kind of iteration; longer ones are very long.
 _BY_STAGES = ((32, _SHORTEST), (MAX_INTEGER_STAGES, _SHORT), (500, _LONG))

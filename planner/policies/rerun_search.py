@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 
 from planner.bound import lower_bound_seconds
 from planner.errors import BudgetError, InfeasiblePlanError, PlanError, SolverError
@@ -23,11 +24,13 @@ from planner.problem import (
     Problem,
     RerunPlaces,
     by_kind,
+    by_layer,
     floor,
     folded,
     live_bytes,
     out_of_time,
     over_half,
+    recompute_seconds,
     recomputed,
     rounded,
     simple_sets,
@@ -140,6 +143,29 @@ class _Search:
             self._finish(self._refined())
         return True
 
+    def reshape(self) -> bool:
+        """Draft the first layers, and evenly spaced ones: as many as the best plan runs again, more and fewer. Finish the best.
+
+        Only where the best plan runs some again and may be far from the bound.
+        """
+        before = self.best
+        if before is None or not before.recompute or self._cost(before) <= self.bound_seconds * self.effort.far:
+            return True
+        layers = by_layer(self.trace, self.places.usable)
+        every = _seconds(self.trace, frozenset[int]().union(*layers))
+        start = round(len(layers) * recompute_seconds(self.trace, before.recompute) / every) if every else 0
+        for spaced in (False, True):
+            for counts in (range(start, len(layers) + 1), range(start - 1, 0, -1)):
+                worse = 0
+                for count in counts:
+                    chosen = (each for n, each in enumerate(layers) if _is_one_of(n, count, len(layers), spaced=spaced))
+                    worse = 0 if self._try(self.places.of(frozenset[int]().union(*chosen))) else worse + 1
+                    if worse == self.effort.worse_kinds:
+                        break
+        if self.best is not before:
+            self._finish(self._refined())
+        return True
+
     def change_single_groups(self) -> bool:
         """Add, drop or displace single groups, or run all at one place, as long as that helps."""
         before, better = len(self._tried), True
@@ -163,8 +189,10 @@ class _Search:
     @cached_property
     def bound_seconds(self) -> float:
         """The lower bound on all plans, with re-runs or without; 0 where only plans with re-runs fit."""
+        enough = inf if self.best is None else self._cost(self.best) / self.effort.close_draft
         try:
-            return lower_bound_seconds(Problem.of(self.trace, self.budgets), threads=self._task.settings.threads)
+            problem = Problem.of(self.trace, self.budgets)
+            return lower_bound_seconds(problem, threads=self._task.settings.threads, enough_seconds=enough)
         except BudgetError:
             return 0.0
 
@@ -264,6 +292,7 @@ _GROUPS_FIRST: _Steps = (
     _Search.finish_unless_close,
     _Search.plan_alone_if_it_may_be_better,
     _Search.widen,
+    _Search.reshape,
 )
 
 
@@ -280,3 +309,8 @@ def _with_reruns(trace: Trace, error: BudgetError) -> BudgetError:
 
 def _seconds(trace: Trace, groups: Iterable[int]) -> float:
     return sum(trace.recompute[number].duration_seconds for number in groups)
+
+
+def _is_one_of(number: int, count: int, of: int, *, spaced: bool) -> bool:
+    """Whether a number is among `count` of the numbers from 0 to `of`: the first ones, or evenly spaced ones."""
+    return (number + 1) * count // of > number * count // of if spaced else number < count

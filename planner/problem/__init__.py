@@ -44,6 +44,7 @@ from planner.problem.problem import (
 from planner.problem.recompute import (
     RerunPlaces,
     by_kind,
+    by_layer,
     folded,
     layer_of,
     made_by,
