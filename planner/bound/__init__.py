@@ -1,3 +1,3 @@
 """A lower bound on the iteration time that holds for every plan."""
 
-from planner.bound.lower_bound import lower_bound_seconds
+from planner.bound.lower_bound import lower_bound_seconds, more_instants

@@ -83,11 +83,10 @@ from planner.errors import SolverError
 from planner.lp import Program, solve_program
 from planner.problem import DEFAULT_THREADS, Problem, SolverSettings, in_units, made_by, out_of_time, solver_unit
 
-# The most stages, and the numbers of instants that are tried, one after the other. 16 take five times as long as 8, and 64 some
-# seconds. In iterations of about a hundred stages, 64 instants raise the bound by up to 4 %; in longer ones, more instants are no
-# better until there are many microbatches, where 16 leave one in each pass and none in the step.
-_INSTANTS = ((64, (32,)), (200, (8, 16, 32, 64)), (500, (8, 16)))
-_INSTANTS_VERY_LONG = (8, 16, 32)
+_INSTANTS = 16
+_INSTANTS_FIRST = 8  # for long iterations: a fifth of the time of 16, and often as good
+_INSTANTS_SHORT = 32  # for iterations of at most _SHORT_STAGES stages: there they cost little time, and 16 give a weak bound
+_SHORT_STAGES = 64
 _MARGIN = 1e-6
 # Stages in which blocks are idle, summed over blocks and tiers, up to which blocks count as whole. More may take seconds to
 # solve.
@@ -106,8 +105,8 @@ def lower_bound_seconds(
     """Return the seconds that an iteration takes at least, under any plan; see [Note: why it is a bound].
 
     `max_instants`: number of instants of the iteration to consider. More instants may raise the bound and take longer. None: 32
-    for short iterations; for others 8, 16 and so on, as long as the bound is below `enough_seconds`. `max_whole`: up to how many
-    stages of idle blocks, summed over blocks and tiers, blocks count as whole.
+    for short iterations; for others 8 and, if the bound is below `enough_seconds` then, 16. `max_whole`: up to how many stages of
+    idle blocks, summed over blocks and tiers, blocks count as whole.
 
     Waits for at most about `time_limit_seconds` for each number of instants, and no longer than planning may take. The simple
     bound holds where the solver fails or does not finish: the sum of the stage durations, and the time to move over the links
@@ -119,7 +118,7 @@ def lower_bound_seconds(
     settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=0.0, threads=threads)
     if not updatable and (not problem.routes or problem.everything_fits):
         return best
-    tried = next((numbers for most, numbers in _INSTANTS if problem.stage_count <= most), _INSTANTS_VERY_LONG)
+    tried = (_INSTANTS_SHORT,) if problem.stage_count <= _SHORT_STAGES else (_INSTANTS_FIRST, _INSTANTS)
     for most in tried if max_instants is None else (max_instants,):
         if out_of_time():
             break
@@ -130,6 +129,15 @@ def lower_bound_seconds(
         if best >= enough_seconds:
             break
     return best
+
+
+def more_instants(stages: int) -> tuple[int, ...]:
+    """Return numbers of instants beyond the usual ones that may raise the bound of an iteration of so many stages, in seconds.
+
+    In iterations of about a hundred stages, 64 raise it by up to 4 %. Where microbatches follow one another, 16 leave one or two
+    in each pass and few in the step.
+    """
+    return (32, 64) if _SHORT_STAGES < stages <= 200 else (32,) if stages > 500 else ()
 
 
 def _proved_seconds(problem: Problem, max_instants: int, max_whole: int, settings: SolverSettings) -> float:

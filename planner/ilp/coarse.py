@@ -28,7 +28,7 @@ _SEVERAL_TIERS = Resolution(max_segments=64, window=6)  # here more segments gai
 _ROUGH = Resolution(max_segments=24, window=3)
 _RERUNS = Resolution(max_segments=140, window=4, classes_at_peak=200)
 _RERUNS_ROUGH = Resolution(max_segments=64, window=3, classes_at_peak=100)
-_MANY_STAGES = 500  # longer iterations get fewer classes of blocks, and no integer program: each would take ten seconds
+MANY_STAGES = 900  # longer iterations get fewer classes of blocks, and no integer program: each would take ten seconds
 _FEW_CLASSES = 120
 _ROUNDING = 1e-3  # solvers return shares with errors of about this size
 _MAX_NODES = 5  # of the search tree of an integer program that completes a relaxed solution. Fifty find no better ones.
@@ -91,7 +91,7 @@ def _refined(
     built = coarse_program(problem, resolution, subgroups, write_weight=settings.write_weight, decided=True)
     relaxed = _relaxed(problem, built, settings, vertex=True)
     yield relaxed if rough is None else _with_time_of(rough, relaxed)
-    if integer and MAX_INTEGER_STAGES < problem.stage_count <= _MANY_STAGES and not out_of_time():
+    if integer and MAX_INTEGER_STAGES < problem.stage_count <= MANY_STAGES and not out_of_time():
         yield _complete(built, relaxed, settings)
 
 
@@ -100,7 +100,7 @@ def _resolution(problem: Problem) -> Resolution:
 
 
 def _affordable(problem: Problem, resolution: Resolution) -> Resolution:
-    return resolution if problem.stage_count <= _MANY_STAGES else replace(resolution, classes_at_peak=_FEW_CLASSES)
+    return resolution if problem.stage_count <= MANY_STAGES else replace(resolution, classes_at_peak=_FEW_CLASSES)
 
 
 def _rough(problem: Problem, settings: SolverSettings, subgroups: Sequence[Subgroup], *, decided: bool) -> CoarseSolution:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.ilp import MAX_INTEGER_STAGES
+from planner.ilp import MANY_STAGES, MAX_INTEGER_STAGES
 from planner.schedule import Breadth
 
 
@@ -67,12 +67,12 @@ _VERY_LONG = replace(
     close=1.01,  # programs take long, and find little that is better within this factor
     groups_first=False,  # so does the program for re-runs: it is left out where a plan without them is close
     close_alone=1.01,
-    update_sets=2,  # each is planned for several seconds
 )
-# The most stages of each kind of iteration; longer ones are very long.
-_BY_STAGES = ((32, _SHORTEST), (MAX_INTEGER_STAGES, _SHORT), (500, _LONG))
+_LONGEST = replace(_VERY_LONG, update_sets=2)  # each is planned for several seconds
+# The most stages of each kind of iteration.
+_BY_STAGES = ((32, _SHORTEST), (MAX_INTEGER_STAGES, _SHORT), (500, _LONG), (MANY_STAGES, _VERY_LONG))
 
 
 def effort_of(stages: int) -> Effort:
     """Return the effort for an iteration of so many stages, re-runs included."""
-    return next((effort for most, effort in _BY_STAGES if stages <= most), _VERY_LONG)
+    return next((effort for most, effort in _BY_STAGES if stages <= most), _LONGEST)

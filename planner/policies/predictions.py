@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.bound import lower_bound_seconds
+from planner.bound import lower_bound_seconds, more_instants
 from planner.errors import BudgetError
 from planner.problem import Problem
 from planner.schedule import StageClock
@@ -38,12 +38,17 @@ def prediction(trace: Trace, timeline: Timeline, lower_bound_seconds: float = 0.
 
 
 def with_lower_bound(plan: Plan, trace: Trace, budgets: Budgets, *, threads: int) -> Plan:
-    """Add the lower bound on the iteration time of every plan to the predictions, unless it is there. `threads`: solver's."""
-    if lower_bound_of(plan):
-        return plan
+    """Add the lower bound on the iteration time of every plan to the predictions; where it is far below, a closer one.
+
+    `threads`: solver's.
+    """
+    enough, bound = iteration_seconds(plan) * (1 - _TIGHT), lower_bound_of(plan)
     try:
-        enough = iteration_seconds(plan) * (1 - _TIGHT)
-        bound = lower_bound_seconds(Problem.of(trace, budgets), threads=threads, enough_seconds=enough)
+        for instants in (*([] if bound else [None]), *more_instants(len(trace.stages))):
+            if bound < enough:
+                problem = Problem.of(trace, budgets)
+                found = lower_bound_seconds(problem, threads=threads, enough_seconds=enough, max_instants=instants)
+                bound = max(bound, found)
     except BudgetError:  # only plans with re-runs fit, and no tier can be used
         bound = trace.ideal_seconds
     return with_bound(plan, bound)

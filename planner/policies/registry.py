@@ -36,6 +36,7 @@ from planner.problem import (
 from planner.schedule import evict_furthest
 from planner.schema import Budgets, Plan, Trace
 
+_BOUND_SECONDS = 10.0  # of processor time, for the bound of a plan that is made
 _AT_THE_BOUND = 1 + 1e-9  # a plan within this factor of the lower bound cannot be beaten
 
 Policy = Callable[[Trace, Budgets, SolverSettings], Plan]
@@ -71,7 +72,8 @@ def plan(
     Waits for the result: for at most `time_limit_seconds` of processor time, and some seconds more where stages are many, since
     the step that it is in then ends first. The plan is then the best so far, a greedy one at least, and `plan.solver.status`
     says "time limit". Mostly searches end before. What ends them is counted, so that a busy machine makes the same plans. Where
-    a stretch of a long iteration repeats, it is planned once: [Note: iterations that repeat] in `planner.problem.repeats`.
+    a stretch of a long iteration repeats, it is planned once: [Note: iterations that repeat] in `planner.problem.repeats`; the
+    plan is compared with those of the HEURISTICS in the short iteration then.
 
     Raises BudgetError (the budget is below what one stage needs, or with keep-all below everything), InfeasiblePlanError (the
     lower tiers are too small), UnsupportedError (`"host-updates"` and `"stride-2"`: nothing can update on the host),
@@ -86,6 +88,7 @@ def plan(
         made = _no_slower_than(incumbents, trace, budgets, lambda: POLICIES[policy](trace, budgets, settings))
         if out_of_time():
             made = made.model_copy(update={"solver": made.solver.model_copy(update={"status": "time limit"})})
+    with time_limit(_BOUND_SECONDS):
         if lower_bound:
             made = with_lower_bound(made, trace, budgets, threads=threads)
         else:

@@ -102,9 +102,10 @@ def _stretch(trace: Trace) -> tuple[int, int, int] | None:
     for number, each in enumerate(likeness):
         if each[0] == "backward":
             places[each].append(number)
-    often = max(places.values(), key=len, default=[])
-    if len(often) < 4:
+    counts = Counter(len(each) for each in places.values() if len(each) >= 4).most_common(1)
+    if not counts:
         return None
+    often = next(each for each in places.values() if len(each) == counts[0][0])
     length = Counter(later - earlier for earlier, later in pairwise(often)).most_common(1)[0][0]
     begin, runs = 0, []
     for number in range(len(likeness) - length + 1):
