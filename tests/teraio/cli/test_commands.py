@@ -74,7 +74,7 @@ def test_what_the_solver_may_take_reaches_it(run: RunCommand, monkeypatch: pytes
     assert given and all(keywords == wanted for keywords in given)
     given.clear()
     assert run(command, CHAIN_FILE, "--device", device).code == 0
-    assert given[0] == {"policy": "ilp", "time_limit_seconds": 30.0, "gap": 0.005, "threads": 2, "write_weight": 0.005}
+    assert given[0] == {"policy": "ilp", "time_limit_seconds": 120.0, "gap": 0.005, "threads": 2, "write_weight": 0.005}
     text = " ".join(run(command, "--help").out.replace("│", "").split())
     assert "─ Solver ─" in text and f"Example: teraio {command} trace.json --device" in text
     assert "drives wear out too soon" in text and "0.005" in text and "Threads that the solver may use" in text
