@@ -229,29 +229,34 @@ def draws(node: Node) -> bool:
 
 
 # Random state. So that a checkpointed region draws the same numbers when backward recomputes it, PyTorch wraps a random operator,
-# such as attention or dropout, in one of three higher-order operators. A graph is cut around them as around any operator.
+# such as attention or dropout, in a higher-order operator; also so that the shards of a DTensor draw what the whole would. A graph
+# is cut around them as around any operator.
 
-# `run_and_save_rng_state(operator, ...)` returns the state and the operator's result.
-SAVES_STATE = rng_prims.run_and_save_rng_state
-_TAKES_STATE = rng_prims.run_with_rng_state  # `run_with_rng_state(state, operator, ...)` returns the operator's result
-# `graphsafe_run_with_rng_state(operator, ..., rng_state=generator)` returns the operator's result.
-_TAKES_GENERATOR = rng_prims.graphsafe_run_with_rng_state
+SAVES_STATE = rng_prims.run_and_save_rng_state  # returns the state and the operator's result; the others only the latter
+_BEFORE_OPERATOR = {
+    getattr(rng_prims, name): count
+    for name, count in {
+        "run_and_save_rng_state": 0,  # (operator, ...)
+        "run_with_rng_state": 1,  # (state, operator, ...)
+        "graphsafe_run_with_rng_state": 0,  # (operator, ..., rng_state=generator)
+        "run_dtensor_rng_op": 2,  # (offset before, offset after, operator, ...); from PyTorch 2.14 on
+    }.items()
+    if hasattr(rng_prims, name)
+}
+"""How many arguments of each wrapper come before the operator inside."""
 
 
 def carries_random_state(node: Node) -> bool:
     """Return whether `node` wraps an operator to save its random state or to run with a given one."""
-    return any(node.target is wrapper for wrapper in (SAVES_STATE, _TAKES_STATE, _TAKES_GENERATOR))
+    return node.target in _BEFORE_OPERATOR
 
 
 def unwrapped(node: Node) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
     """Return the operator that `node` runs, and its arguments: of a node with random state those of the operator inside."""
-    if node.target is SAVES_STATE:
-        return node.args[0], node.args[1:], node.kwargs
-    if node.target is _TAKES_STATE:
-        return node.args[1], node.args[2:], node.kwargs
-    if node.target is _TAKES_GENERATOR:
-        return node.args[0], node.args[1:], {name: value for name, value in node.kwargs.items() if name != "rng_state"}
-    return node.target, node.args, node.kwargs
+    if not carries_random_state(node):
+        return node.target, node.args, node.kwargs
+    at = _BEFORE_OPERATOR[node.target]
+    return node.args[at], node.args[at + 1 :], {name: value for name, value in node.kwargs.items() if name != "rng_state"}
 
 
 # Namespaces of the collectives whose results `_c10d_functional.wait_tensor` waits for.

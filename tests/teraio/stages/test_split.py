@@ -178,7 +178,8 @@ def test_equal_layers_with_random_state_share_their_stages() -> None:
     assert compilers[0].distinct_stages == compilers[1].distinct_stages
 
 
-def test_the_operator_inside_each_of_the_three() -> None:
+def test_the_operator_inside_each_that_carries_random_state() -> None:
+    """The last of them is of PyTorch 2.14 and later."""
     graph = Graph()
     x, state = graph.placeholder("x"), graph.placeholder("state")
     bernoulli = torch.ops.aten.bernoulli.p
@@ -186,9 +187,12 @@ def test_the_operator_inside_each_of_the_three() -> None:
         graph.call_function(rng_prims.run_and_save_rng_state, (bernoulli, x, 0.5)),
         graph.call_function(rng_prims.run_with_rng_state, (state, bernoulli, x, 0.5)),
         graph.call_function(rng_prims.graphsafe_run_with_rng_state, (bernoulli, x, 0.5), {"rng_state": state}),
-        graph.call_function(bernoulli, (x, 0.5)),
     ]
-    assert [operators.carries_random_state(node) for node in made] == [True, True, True, False]
+    if (of_shards := getattr(rng_prims, "run_dtensor_rng_op", None)) is not None:
+        made.append(graph.call_function(of_shards, (0, 8, bernoulli, x, 0.5)))
+    assert all(operators.carries_random_state(node) for node in made)
+    made.append(graph.call_function(bernoulli, (x, 0.5)))
+    assert not operators.carries_random_state(made[-1])
     for node in made:
         operator, arguments, named = operators.unwrapped(node)
         assert (operator, tuple(arguments), dict(named)) == (bernoulli, (x, 0.5), {})
