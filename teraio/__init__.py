@@ -5,14 +5,20 @@ Only the names that this module exports are public. `planner` and `runtime` are 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+if sys.version_info < (3, 11):  # noqa: UP036 (found by a path: pip would have said so)
+    raise ImportError(f"teraio works with Python 3.11 and later, and this is Python {sys.version.split()[0]}")
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     import torch
 
     import planner

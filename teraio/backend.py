@@ -12,8 +12,6 @@ from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch._C._dynamo.eval_frame import reset_code
-from torch._C._functorch import peek_interpreter_stack
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -21,6 +19,7 @@ from planner.errors import BudgetError, TeraioError
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Kind, Phase, Program
 from runtime.paging import holder_of
+from runtime.torch_names import require_compiler
 from teraio import registry
 from teraio.options import Options, parse_options
 from teraio.training_run import TrainingRun, one_thread
@@ -66,6 +65,7 @@ class Backend:
         parameters = _parameters(inputs, example_inputs)
         try:
             registry.REGISTRY.refuse_again()
+            require_compiler()
             with one_thread():
                 run = registry.REGISTRY.run_for(self.options, _device(example_inputs), _telling(parameters))
                 with run.agreeing():
@@ -102,7 +102,9 @@ def _caller(self: torch.nn.Module) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # Dynamo leaves this out of what it compiles
-            if peek_interpreter_stack() is not None:  # of `torch.func.grad`, `vmap` and the like, of which Dynamo says nothing
+            if (
+                torch._C._functorch.peek_interpreter_stack() is not None
+            ):  # of `torch.func.grad`, `vmap` and the like, of which Dynamo says nothing
                 _tell_once()
         return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -126,7 +128,7 @@ def _with_code_of_its_own(function: Callable[..., Any]) -> FunctionType:
     known = cast(FunctionType, function)
     fresh = FunctionType(known.__code__.replace(), known.__globals__, known.__name__, known.__defaults__, known.__closure__)
     fresh.__kwdefaults__ = known.__kwdefaults__
-    weakref.finalize(fresh, reset_code, fresh.__code__).atexit = False
+    weakref.finalize(fresh, torch._C._dynamo.eval_frame.reset_code, fresh.__code__).atexit = False
     return fresh
 
 

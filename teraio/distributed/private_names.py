@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from planner.errors import UnsupportedError
+from runtime.torch_names import KNOWN
 
-_KNOWN = "torch 2.11 to 2.13"
 _STATES = "torch.distributed._composable_state"
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
@@ -90,5 +90,5 @@ def _has(thing: object, name: str) -> bool:
 def _unknown(library: str, what: str) -> UnsupportedError:
     return UnsupportedError(
         f"teraio does not know {library} of torch {torch.__version__}: {what}, by which it would tell what may move; use "
-        f"{_KNOWN}, or train without {library}"
+        f"{KNOWN}, or train without {library}"
     )

@@ -57,7 +57,7 @@ def examine(storage: Sequence[Path], device: torch.device) -> Examination:
 def _software() -> Iterator[Finding]:
     """Yield what is installed. Compiles a small C++ file if that was not done before, which takes seconds."""
     yield Finding(what="Python", verdict="ok", found=platform.python_version())
-    yield _torch()
+    yield Finding(what="PyTorch", verdict="ok", found=torch.__version__)  # others are refused when they are imported
     yield from _compiler()
     yield Finding(what="solver", verdict="ok", found=f"HiGHS (highspy {importlib.metadata.version('highspy')})")
     if torch.version.cuda is not None:
@@ -70,16 +70,6 @@ def _software() -> Iterator[Finding]:
             effect="training runs on the CPU",
             remedy="for an NVIDIA GPU, install PyTorch's build for CUDA",
         )
-
-
-_OLDEST_TORCH = (2, 11)
-
-
-def _torch() -> Finding:
-    known = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if known >= _OLDEST_TORCH:
-        return Finding(what="PyTorch", verdict="ok", found=torch.__version__)
-    return Finding(what="PyTorch", verdict="missing", found=torch.__version__, remedy="pip install 'torch>=2.11'")
 
 
 def _compiler() -> Iterator[Finding]:

@@ -229,8 +229,8 @@ def draws(node: Node) -> bool:
 
 
 # Random state. So that a checkpointed region draws the same numbers when backward recomputes it, PyTorch wraps a random operator,
-# such as attention or dropout, in a higher-order operator; also so that the shards of a DTensor draw what the whole would. A graph
-# is cut around them as around any operator.
+# such as attention or dropout, in a higher-order operator; also so that the shards of a DTensor draw what the whole would. A
+# graph is cut around them as around any operator.
 
 SAVES_STATE = rng_prims.run_and_save_rng_state  # returns the state and the operator's result; the others only the latter
 _BEFORE_OPERATOR = {

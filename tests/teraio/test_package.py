@@ -76,6 +76,12 @@ def test_torch_is_imported_only_when_needed(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "False () True\n"), done.stderr
 
 
+def test_an_old_python_is_refused_by_a_line(tmp_path: Path) -> None:
+    done = script(tmp_path, "import sys\nsys.version_info = (3, 10, 13)\nimport teraio\n")
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("ImportError: teraio works with Python 3.11 and later, and this is Python 3.")
+
+
 @pytest.mark.parametrize(("part", "shape"), [("planner", "{}/__init__.py"), ("runtime", "{}.py")])
 def test_a_package_of_the_users_that_hides_ours_is_named(tmp_path: Path, part: str, shape: str) -> None:
     hiding = tmp_path / shape.format(part)
