@@ -11,40 +11,17 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tools.environments import ROOT, environment
+
 VERSIONS = ("2.11.0", "2.15.0")
 """The oldest that teraio supports, and the newest."""
-PACKAGES = ("kvikio-cu13==26.10.*", "pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.120")
-HEADERS = "nvidia-cuda-crt"
-ROOM_BYTES = 6 << 30
+PACKAGES = ("kvikio-cu13==26.10.*", "pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.120", "nvidia-cuda-crt")
 NOT_MADE_UP = 2
-
-
-def environment(version: str, pip_args: Sequence[str]) -> Path:
-    """Make the environment for a version of torch, if it is not there. Return its folder. Raises SystemExit without room."""
-    folder = ROOT / "build" / f"torch-{version}"
-    if (folder / ".ready").exists():
-        return folder
-    folder.parent.mkdir(exist_ok=True)
-    free = shutil.disk_usage(folder.parent).free
-    if free < ROOM_BYTES:
-        raise SystemExit(
-            f"{folder.parent} has {free:,} bytes free, the CUDA build of torch {version} needs {ROOM_BYTES:,}: "
-            "make room there, or name an environment that has one: make test-made-up-gpu MADE_UP_ENVS=/path/to/venv"
-        )
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--no-compile", *pip_args]
-    for wanted in ([f"torch=={version}"], ["-e", str(ROOT), *PACKAGES, HEADERS]):
-        if subprocess.run([*pip, *wanted], check=False).returncode:
-            raise SystemExit(f"pip cannot install {' '.join(wanted)}: see above; PIP_ARGS=... names another index")
-    (folder / ".ready").touch()
-    return folder
 
 
 def run(folder: Path, arguments: Sequence[str]) -> int:
@@ -66,7 +43,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--torch", action="append", help=f"a version (default: {' and '.join(VERSIONS)})")
     parser.add_argument("--pip-args", type=shlex.split, default=[], help="handed to pip install")
     options, of_pytest = parser.parse_known_args(arguments)
-    folders = options.environment or [environment(version, options.pip_args) for version in options.torch or VERSIONS]
+    instead = "name an environment that has one: make test-made-up-gpu MADE_UP_ENVS=/path/to/venv"
+    folders = options.environment or [
+        environment(ROOT / f"build/torch-{each}", sys.executable, each, PACKAGES, pip_args=options.pip_args, instead=instead)
+        for each in options.torch or VERSIONS
+    ]
     return max(run(folder.absolute(), of_pytest) for folder in folders)
 
 
