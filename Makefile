@@ -32,7 +32,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-models test-browser soak coverage check lint types imports docs wheel bench require-gpu test-gpu test-made-up-gpu bench-gpu clean
+.PHONY: help setup demo test test-long test-models test-browser soak coverage check lint types imports docs wheel bench require-gpu test-gpu test-made-up-gpu test-versions bench-gpu clean
 
 help:  ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -117,6 +117,9 @@ test-gpu: require-gpu  ## run the tests for a GPU; fails where there is none
 
 test-made-up-gpu:  ## run the tests for a GPU on one made of software, with the oldest and the newest torch that is built for CUDA
 	$(PYTHON) -m tools.made_up_gpu_tests $(addprefix --environment ,$(MADE_UP_ENVS)) --pip-args="$(PIP_ARGS)" $(ARGS)
+
+test-versions: $(READY)  ## try other versions of Python and PyTorch in environments of their own, and write docs/versions.md
+	$(RUN) -m tools.versions --pip-args="$(PIP_ARGS)" $(ARGS)
 
 bench-gpu: require-gpu  ## train Llamas on the GPU and measure, for about 8 minutes; fails where there is none
 	$(RUN) -m benchmarks --device cuda $(ARGS)

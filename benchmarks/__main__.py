@@ -24,7 +24,6 @@ from benchmarks import (
     gpu_links,
     gpu_optimizer,
     gpu_overhead,
-    gpu_predictions,
     host_cost,
     larger,
     lengths,
@@ -97,7 +96,7 @@ def parts(scale: Scale, selection: Selection, emulation: Emulation) -> dict[str,
 
 
 def llama_parts(runner: Runner) -> dict[str, Callable[[], Measured]]:
-    """Return all parts about Llamas, by name. They share trainings; `gpu_predictions` trains none."""
+    """Return all parts about Llamas, by name. They share trainings."""
     return {
         "gpu_headline": lambda: (gpu_headline.measure(runner), runner.samples),
         "gpu_overhead": lambda: (gpu_overhead.measure(runner), runner.samples),
@@ -105,7 +104,6 @@ def llama_parts(runner: Runner) -> dict[str, Callable[[], Measured]]:
         "gpu_budgets": lambda: (gpu_budgets.measure(runner), runner.samples),
         "gpu_links": lambda: gpu_links.measure(runner),
         "gpu_bubble": lambda: (gpu_bubble.measure(runner), runner.samples),
-        "gpu_predictions": lambda: (gpu_predictions.measure(runner.scale), {}),
         "rivals": lambda: (rivals.measure(runner), runner.samples),
     }
 

@@ -2,9 +2,9 @@
 
 python -m tools.versions [--python EXECUTABLE ...] [--torch VERSION ...] [--environment FOLDER ...] [--keep] [--pip-args ARGS]
 
-Makes an environment under build/versions for each pair, unless existing ones are named, and removes it afterwards. In each, a core
-of the tests, the demo with few steps, and two real models up to their plans run, one after the other. Exit status 1 if anything
-failed; what it said is in build/versions.
+Makes an environment under build/versions for each pair, unless existing ones are named, and removes it afterwards. In each, a
+core of the tests, the demo with few steps, and two real models up to their plans run, one after the other. Exit status 1 if
+anything failed; what it said is in build/versions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MODELS = ("Llama", "ViT")
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=900")
 STEPS: Mapping[str, Sequence[str]] = {
     "core": (*_PYTEST, *(f"tests/{each}" for each in _CORE)),
-    "demo": ("-m", "examples.train_text", "--iterations=9", "--rounds=1", "--layers=6", "--batch=4", "--output=build/versions/demo"),
+    "demo": ("-m", "examples.train_text", *"--iterations 9 --rounds 1 --layers 6 --batch 4 --output build/versions/demo".split()),
     "models": (*_PYTEST, *(f"tests/models/test_models.py::test_half_of_the_memory[model-{each}-eager]" for each in _MODELS)),
 }
 """What runs in each environment, as arguments of its Python."""
@@ -54,15 +54,15 @@ INTRODUCTION = """\
 
 <!-- written by python -m tools.versions -->
 
-teraio needs Linux, Python 3.11 or later and PyTorch 2.11 or later. There are no upper bounds, since no break is known. The private
-names of PyTorch that teraio uses are listed in `runtime/torch_names.py` and looked up when it is imported: if a newer PyTorch has
-renamed one, an error says which.
+teraio needs Linux, Python 3.11 or later and PyTorch 2.11 or later. There are no upper bounds, since no break is known. The
+private names of PyTorch that teraio uses are listed in `runtime/torch_names.py` and looked up when it is imported: if a newer
+PyTorch has renamed one, an error says which.
 
-`make test-versions` makes an environment for each Python that is there and each PyTorch, and runs a core of the tests, the demo with
-few steps, and two real models, each trained without a budget and with half of its memory up to a plan, with the same bits. It takes
-4.5 GB of disk for one environment at a time, where pip finds PyTorch's builds for CUDA, as on PyPI; `PIP_ARGS` names an index that
-has those for CPUs. `ARGS="--torch 2.13.0 --python /usr/bin/python3.12"` chooses. Each cell is the last run on that version, without a
-GPU; what ran on GPUs and on stand-ins for them is on the page [GPUs](gpu.md).
+`make test-versions` makes an environment for each Python that is there and each PyTorch, and runs a core of the tests, the demo
+with few steps, and two real models, each trained without a budget and with half of its memory up to a plan, with the same bits.
+It takes 4.5 GB of disk for one environment at a time, where pip finds PyTorch's builds for CUDA, as on PyPI; `PIP_ARGS` names an
+index that has those for CPUs. `ARGS="--torch 2.13.0 --python /usr/bin/python3.12"` chooses. Each cell is the last run on that
+version, without a GPU. What ran on a GPU, and on one made of software, is on the page [GPUs](gpu.md).
 
 """
 
@@ -86,7 +86,8 @@ def _version(python: str) -> str:
 
 def outcome(step: str, status: int, said: str) -> list[int]:
     """Return how many have passed and failed in a step: tests, or the demo. Skipped ones count as nothing."""
-    counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|error)", said.rpartition("\n=")[2])}
+    summary = next((line for line in reversed(said.splitlines()) if re.search(r" in [\d.]+s", line)), "")
+    counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped|error)", summary)}
     if step == "demo" or not counts:
         return [int(status == 0), int(status != 0)]
     return [counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0)]
@@ -146,7 +147,9 @@ def _text(cell: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Try all pairs. Return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tools.versions", description="Try teraio with versions of Python and PyTorch.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.versions", description="Try teraio with versions of Python and PyTorch."
+    )
     parser.add_argument("--python", action="append", help="an interpreter (default: those of 3.11 to 3.13 that are there)")
     parser.add_argument("--torch", action="append", help=f"a version (default: {', '.join(TORCHES)})")
     parser.add_argument("--environment", type=Path, action="append", help="an existing one, in place of those")

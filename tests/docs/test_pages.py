@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from teraio.options import ExpertOptions, Options, kinds, variable_of
-from tools import models_page, options_page
+from tools import models_page, options_page, results_pages, versions
 
 from ..runtime.processes import Forking
 from .pages import DOCS, NOT_RUN, PAGES, README, ROOT, Page, by_name, each_page
@@ -159,3 +159,21 @@ def test_every_trial_has_a_row() -> None:
     assert sorted(found) == sorted(ROWS), "run: make test-models"
     shown = [tuple(row[:3:2]) for heading in ("model", "what the script does") for row in DOCS["models"].table(heading)]
     assert sorted(shown) == sorted(row[1:] for row in ROWS)
+
+
+# -- versions, and results of benchmarks
+
+
+def test_the_page_of_versions_is_what_was_found() -> None:
+    assert DOCS["versions"].text == versions.page(json.loads(versions.FOUND.read_text())), "run: make test-versions"
+
+
+def test_what_is_made_of_result_files_is_up_to_date() -> None:
+    remedy = "run: python -m tools.results_pages"
+    assert DOCS["trends"].text == results_pages.trends_page(results_pages.result_files()), remedy
+    assert README.text == results_pages.with_table(README.text), remedy
+
+
+def test_every_result_file_is_named_by_a_page() -> None:
+    text = "".join(page.text for page in PAGES)
+    assert [file for file in results_pages.result_files() if file not in text] == [], "name them, or remove them"

@@ -1,7 +1,6 @@
 """Without a GPU these tests are not collected, so `pytest tests/gpu` fails with "no tests ran".
 
 `make test-gpu` says why first. Every test begins and ends without runtimes, compiled graphs or cached memory.
-`TEST_GPU_STAND_IN=1` runs those that can be run in main memory, see `STAND_IN`. All others are skipped and say so.
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ from runtime.transfer import Engine
 from teraio.registry import REGISTRY
 from teraio.stages import CutPolicy
 
-from ..teraio.fake_cuda import CPU, FakeCuda
 from ..teraio.in_process import InProcessJob
 from ..training import forget
 from .sticky import sticky_error
-from .training import MADE_UP, STAND_IN
+from .training import MADE_UP
 
 # cuBLAS reads these at its first use. They make cuBLAS deterministic and its workspaces small (the default is 32 MiB per thread).
 # cuBLASLt shares the workspace, and PyTorch warns if it asks for more: 8 times 16 KiB.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "128")
 
-collect_ignore_glob = [] if torch.cuda.is_available() or STAND_IN else ["test_*.py"]
+collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
 _ADVICE_OF_PYTORCH = (
     "ignore:TensorFloat32 tensor cores:UserWarning",  # these tests compare bits
@@ -57,18 +55,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if report.failed and (error := sticky_error()) is not None:
         item.session.shouldstop = f"sticky CUDA error in {item.name}: {error}"
     return report
-
-
-@pytest.fixture(autouse=True)
-def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let main memory take the place of a GPU, if that is asked for."""
-    if not STAND_IN:
-        return
-    FakeCuda(monkeypatch)
-    monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, 1 << 20))
-    for name in ("DEVICE", "CUDA"):
-        monkeypatch.setattr(request.module, name, CPU, raising=False)
-    torch.set_num_threads(1)  # several threads would add up the gradient of an embedding in varying order
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,8 @@ from runtime.device import COMPUTE
 from teraio.machine import open_machine
 from teraio.options import Options
 
-from .training import GPU_SCALE, Case, Perceptron, check_equal, needs_gpu, train
+from .training import GPU_SCALE, Case, Perceptron, check_equal, train
 
-pytestmark = needs_gpu
 DEVICE = torch.device("cuda", 0)
 CASE = Case(name="perceptron", model=Perceptron)
 

@@ -20,7 +20,7 @@ from runtime.storage import HostStore
 from runtime.system import CudaPinner
 
 from ..training import pagers
-from .training import GPU_SCALE, MIB, STEPS, Case, Perceptron, Run, needs_gpu, train
+from .training import GPU_SCALE, MIB, STEPS, Case, Perceptron, Run, train
 
 DEVICE = torch.device("cuda", 0)
 CASE = Case(name="perceptron", model=Perceptron)
@@ -88,7 +88,6 @@ def watched(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], watch: Any
     return train(CASE, options, device=DEVICE)
 
 
-@needs_gpu
 def test_stages_run_on_a_stream_of_their_own(budgets: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set()
 
@@ -100,7 +99,6 @@ def test_stages_run_on_a_stream_of_their_own(budgets: dict[str, int], monkeypatc
     assert len(seen) == 1 and not seen & {0, torch.cuda.default_stream(DEVICE).cuda_stream}
 
 
-@needs_gpu
 def test_stage_times_are_those_of_a_clock_that_waits(
     budgets: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -141,7 +139,6 @@ def test_the_trace_and_the_status_tell_the_ways_and_their_rates(budgets: dict[st
     assert hardware.name == torch.cuda.get_device_name(DEVICE)
 
 
-@needs_gpu
 def test_host_links_are_measured_also_where_the_model_leaves_little_room() -> None:
     streams = CudaStreams(DEVICE)
     store = HostStore(64 * MIB, pinner=CudaPinner(DEVICE))

@@ -14,7 +14,7 @@ import teraio
 from runtime.paging import Block, State
 
 from ..training import compiled, pagers
-from .training import GPU_SCALE, STEPS, Case, Perceptron, Run, Scale, Transformer, check_equal, needs_gpu, train
+from .training import GPU_SCALE, STEPS, Case, Perceptron, Run, Scale, Transformer, check_equal, train
 
 DEVICE = torch.device("cuda")
 CASE = Case(name="perceptron", model=Perceptron)
@@ -31,7 +31,6 @@ def test_a_budget_that_no_schedule_can_satisfy_is_refused() -> None:
     assert teraio.status() == (), "no runtime is left"
 
 
-@needs_gpu
 def test_what_is_measured_at_the_start_keeps_the_budget() -> None:
     budget = 160 << 20
     module = nn.Linear(2048, 2048, bias=False).to(DEVICE)
@@ -40,7 +39,6 @@ def test_what_is_measured_at_the_start_keeps_the_budget() -> None:
     assert torch.cuda.max_memory_reserved() <= budget
 
 
-@needs_gpu
 def test_the_users_own_memory_counts() -> None:
     """A tensor that the user makes during training counts within the budget: more blocks must leave."""
     peak, wanted = peak_of(CASE)
@@ -117,7 +115,6 @@ def test_what_waits_in_host_memory_can_be_used_as_it_is() -> None:
     check_equal(found, wanted)
 
 
-@needs_gpu
 def test_reset_brings_back_more_than_the_budget() -> None:
     """The budget ends with its runtime: all blocks come back, even if they exceed the budget."""
     scale = Scale(rows=512, width=1024, layers=12)

@@ -20,9 +20,6 @@ from runtime.system import CudaPinner
 from teraio.machine import open_machine
 from teraio.options import Options
 
-from .training import needs_gpu
-
-pytestmark = needs_gpu
 DEVICE = torch.device("cuda", 0)
 SIZE = 4 << 20
 BUSY_CYCLES = 500_000_000

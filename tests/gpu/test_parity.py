@@ -21,7 +21,6 @@ from .training import (
     Transformer,
     check_equal,
     check_within,
-    needs_gpu,
     needs_triton,
     one_adam,
     one_adam_over_masters,
@@ -72,16 +71,16 @@ def tiers(name: str, peak_bytes: int, folder: Path) -> dict[str, Any]:
     ("case", "tier", "share"),
     [
         *[pytest.param(TRANSFORMER, tier, share) for tier in ("host", "storage", "both") for share in (0.7, 0.5)],
-        pytest.param(ADAM_BF16, "host", 0.8, marks=needs_gpu),  # on the stand-in its blocks are too small to move
-        pytest.param(ADAM_BF16, "storage", 0.8, marks=needs_gpu),
+        pytest.param(ADAM_BF16, "host", 0.8),
+        pytest.param(ADAM_BF16, "storage", 0.8),
         *[pytest.param(ADAM, tier, 0.5) for tier in ("host", "storage", "both")],
-        *[pytest.param(MASTERS, tier, 0.7, marks=needs_gpu) for tier in ("host", "storage")],
+        *[pytest.param(MASTERS, tier, 0.7) for tier in ("host", "storage")],
         pytest.param(DROPOUT, "both", 0.7),
         pytest.param(ACCUMULATED, "host", 0.5),
         pytest.param(ODD, "host", 0.7),
         pytest.param(ODD, "both", 0.7),
         pytest.param(INDUCTOR, "host", 0.5, marks=needs_triton),
-        pytest.param(INDUCTOR_BF16, "host", 0.8, marks=[needs_gpu, needs_triton]),
+        pytest.param(INDUCTOR_BF16, "host", 0.8, marks=needs_triton),
     ],
 )
 def test_the_same_bits_within_the_budget(tmp_path: Path, case: Case, tier: str, share: float) -> None:
@@ -139,7 +138,6 @@ def test_updates_inside_the_backward_pass(tmp_path: Path, codegen: str, tier: st
     assert min(gradients[:3]) > 0 and set(gradients[3:]) == {0}
 
 
-@needs_gpu
 def test_the_allocator_does_not_give_its_cache_back_all_the_time() -> None:
     """Each time waits for the whole stream. The bytes of the budget that plans leave free should prevent it."""
     peak = reference(TRANSFORMER).peak_bytes

@@ -12,11 +12,8 @@ import torch
 from runtime.storage import HostStore
 from runtime.system import CudaPinner, storage_swap
 
-from .training import needs_gpu
-
 DEVICE = torch.device("cuda", 0)
 COUNT = 1 << 20
-pytestmark = needs_gpu
 
 
 @pytest.fixture(autouse=True)

@@ -17,12 +17,10 @@ from runtime.system import PIN_CHUNK_BYTES, CudaPinner
 
 from ..runtime.memory import write_slot
 from ..runtime.storage import contract
-from .training import needs_gpu
 
 MIB = 1 << 20
 CUDA = torch.device("cuda", 0)
 Folders = list[Path]
-pytestmark = needs_gpu
 
 
 class GpuBytes:

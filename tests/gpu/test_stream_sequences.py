@@ -23,11 +23,9 @@ from runtime.transfer import Engine, TorchMemory
 
 from ..runtime.block_machine import TIERS, Machine
 from ..runtime.device.contract import DeviceCase, DeviceContract, StreamsContract
-from .training import needs_gpu
 
 DEVICE = torch.device("cuda", 0)
 UNIT = 2 << 20
-pytestmark = needs_gpu
 MAX_CYCLES = 2_000_000
 """About a millisecond. A block can be copied about ten times in this time."""
 

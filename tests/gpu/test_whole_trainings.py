@@ -24,7 +24,6 @@ from teraio.optimizer.host import HostUpdate
 from ..teraio.parity.test_faults import fail_on
 from ..teraio.parity.test_host_updates import TOLERANCE, far
 from ..training import Training, begin, unequal
-from .training import needs_gpu
 
 DEVICE = torch.device("cuda", 0)
 WIDTH, LAYERS, ROWS = 1024, 16, 64
@@ -32,7 +31,7 @@ WEIGHTS_BYTES = 4 * WIDTH * WIDTH * LAYERS
 """64 MiB; with gradients and two states 256 MiB."""
 BUDGET = 3 * WEIGHTS_BYTES
 UNTIL_PLANNED = 8
-pytestmark = [needs_gpu, pytest.mark.usefixtures("planning_in_process")]
+pytestmark = pytest.mark.usefixtures("planning_in_process")
 
 
 @pytest.fixture

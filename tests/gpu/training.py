@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,19 +38,13 @@ class Scale:
     activations: int = 1
 
 
-STAND_IN = os.environ.get("TEST_GPU_STAND_IN") == "1"
-"""Run these tests without a GPU, in main memory (`tests/teraio/fake_cuda.py`): that tests the tests, and nothing else."""
-needs_gpu = pytest.mark.skipif(STAND_IN, reason="needs a GPU itself; the stand-in has no such memory, streams or kernels")
-
 MADE_UP = torch.cuda.is_available() and torch.cuda.get_device_name() == "made-up GPU"
 """These tests run on `tools/made_up_cuda`: memory, streams and numbers are true, times are not."""
 needs_triton = pytest.mark.skipif(MADE_UP, reason="needs Triton's kernels: the made-up GPU cannot run them")
 
 GPU_SCALE = Scale(rows=4096, width=512, layers=16)
 """In fp32: activations of 8 and 32 MiB, weights of 4 MiB, one to two GiB in all."""
-if STAND_IN:
-    GPU_SCALE = Scale(rows=1024, width=256, layers=10, heads=4, sequence=64)
-elif MADE_UP:  # a processor computes: as much memory with a tenth of the products
+if MADE_UP:  # a processor computes: as much memory with a tenth of the products
     GPU_SCALE = Scale(rows=2048, width=256, layers=10, heads=4, sequence=64, activations=24)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tools import made_up_gpu_tests
 from tools.made_up_cuda import __main__ as launcher
 from tools.made_up_cuda import build
 
@@ -53,10 +52,3 @@ def test_what_is_missing_is_told(
     assert launcher.main(["--", "script.py"]) == 2
     error = capsys.readouterr().err
     assert told in error and error.count("\n") == 1
-
-
-def test_too_little_room_for_an_environment_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(made_up_gpu_tests, "ROOT", tmp_path)
-    monkeypatch.setattr(made_up_gpu_tests.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    with pytest.raises(SystemExit, match=r"has 1,000 bytes free, the CUDA build .* MADE_UP_ENVS"):
-        made_up_gpu_tests.environment("2.99.0", [])
