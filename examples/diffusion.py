@@ -44,7 +44,9 @@ class Layer(nn.Module):
 
 
 class DiT(nn.Module):
-    """Noisy pictures of (batch, 1, side, side) and times of (batch,) to the mean squared error of the velocity."""
+    """Pictures and noise of (batch, 1, side, side), and times of (batch,), to the mean squared error of the velocity."""
+
+    frequencies: Tensor
 
     def __init__(self, layers: int, width: int, heads: int = 8) -> None:
         super().__init__()

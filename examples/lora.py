@@ -9,7 +9,7 @@ files. The adapters are small and stay on the device. `docs/frameworks/peft.md` 
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -41,7 +41,7 @@ def adapt(model: GPT, rank: int) -> list[nn.Parameter]:
     """Freeze the model, adapt the projections of its attention, and return what is trained."""
     model.requires_grad_(False)
     for layer in model.layers:
-        attention = layer.attention
+        attention: Any = layer.attention
         attention.query_key_value = Adapted(attention.query_key_value, rank)
         attention.projection = Adapted(attention.projection, rank)
     return [each for each in model.parameters() if each.requires_grad]

@@ -63,10 +63,11 @@ def on_gpu(*, autocast: bool = False, fused: bool | None = True) -> Callable[[],
 
 
 def on_gpu_as(what: str) -> Callable[[], object]:
-    """A layer on "cuda" with "constants" made from numbers, with its attention "checkpointed", or with a "scan"."""
+    """A layer on "cuda" with "constants" made from numbers, with attention that drops and is "checkpointed", or with a "scan"."""
     with torch.device("cuda"):
         torch.tensor(1.0)  # as many constructors do
-        layer, hidden = Layer(512, heads=8).to(torch.bfloat16), torch.zeros(2, 256, 512, dtype=torch.bfloat16)
+        layer = Layer(512, heads=8, dropped=0.1 if what == "checkpointed" else 0.0).to(torch.bfloat16)
+        hidden = torch.zeros(2, 256, 512, dtype=torch.bfloat16)
 
     @torch.compile(backend="teraio")
     def run(hidden: Tensor) -> Tensor:

@@ -123,16 +123,16 @@ def programs_by(compiler: StageCompiler, graphs: Sequence[Captured]) -> list[Pro
 class Layer(nn.Module):
     """Transformer layer: [batch, time, width] to the same."""
 
-    def __init__(self, width: int, heads: int = 2) -> None:
+    def __init__(self, width: int, heads: int = 2, dropped: float = 0.0) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.dropped = heads, dropped
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropped)
         x = x + self.proj(mixed.transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
