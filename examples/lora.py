@@ -83,10 +83,10 @@ def main(
             (status,) = teraio.status()
             print(f"{step:4}  loss {loss.item():.4f}  {status.phase}")
         weights, adapters = (sum(each.nbytes for each in group) >> 10 for group in (model.parameters(), trained))
-        read, written = (status.moved_bytes[link] >> 20 for link in ("storage->device", "device->storage"))
+        read = status.moved_bytes["storage->device"] >> 20
         print(
             f"weights of {weights >> 10} MiB, of it {adapters} KiB trained; at most {status.device_peak_bytes >> 20} MiB on the "
-            f"device; {read} MiB read from drives, {written} MiB written"
+            f"device; {read} MiB read from drives"
         )
         teraio.reset()
 
