@@ -233,7 +233,7 @@ def draws(node: Node) -> bool:
 # graph is cut around them as around any operator.
 
 SAVES_STATE = rng_prims.run_and_save_rng_state  # returns the state and the operator's result; the others only the latter
-_BEFORE_OPERATOR = {
+_BEFORE_OPERATOR = {  # how many arguments of each wrapper come before the operator inside
     getattr(rng_prims, name): count
     for name, count in {
         "run_and_save_rng_state": 0,  # (operator, ...)
@@ -243,7 +243,6 @@ _BEFORE_OPERATOR = {
     }.items()
     if hasattr(rng_prims, name)
 }
-"""How many arguments of each wrapper come before the operator inside."""
 
 
 def carries_random_state(node: Node) -> bool:
