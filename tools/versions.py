@@ -63,6 +63,11 @@ It takes 4.5 GB of disk for one environment at a time, where pip finds PyTorch's
 index that has those for CPUs. `ARGS="--torch 2.13.0 --python /usr/bin/python3.12"` chooses. Each cell is the last run on that
 version, without a GPU. What ran on a GPU, and on one made of software, is on the page [GPUs](gpu.md).
 
+All tests run with Python 3.11 and PyTorch 2.13.0, built for CPUs. Before there was this table, trainings were tried by hand with
+PyTorch 2.11.0 (Python 3.12), 2.14.1 (3.11) and 2.15.0 (3.13), all built for CUDA and without a GPU: they gave the bits of
+`torch.compile`. Some tests failed, and one operator of 2.14 made a graph one stage. Both were mended after the sources of these
+versions, which have all private names that teraio uses; none of them has run again since.
+
 """
 
 
@@ -126,6 +131,8 @@ def _place(cell: Mapping[str, Any]) -> tuple[list[int], bool, list[int]]:
 
 def page(cells: Sequence[Mapping[str, Any]]) -> str:
     """Return the content of `docs/versions.md`."""
+    if not cells:
+        return f"{INTRODUCTION}No run is recorded yet.\n"
     builds = {(cell["torch"].partition("+")[0], cell["cuda"]): "" for cell in cells}
     rows = [f"| PyTorch | {' | '.join(f'Python {each}' for each in PYTHONS)} |", f"|---|{'---|' * len(PYTHONS)}"]
     for torch, cuda in builds:
