@@ -42,7 +42,7 @@ _MODELS = ("Llama", "ViT")
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=900")
 STEPS: Mapping[str, Sequence[str]] = {
     "core": (*_PYTEST, *(f"tests/{each}" for each in _CORE)),
-    "demo": ("-m", "examples.train_text", *"--iterations 9 --rounds 1 --layers 6 --batch 4 --output build/versions/demo".split()),
+    "demo": ("-m", "examples.train_text", *"--iterations 9 --rounds 1 --output build/versions/demo".split()),
     "models": (*_PYTEST, *(f"tests/models/test_models.py::test_half_of_the_memory[model-{each}-eager]" for each in _MODELS)),
 }
 """What runs in each environment, as arguments of its Python."""
