@@ -22,6 +22,8 @@ TORCHES ?=
 WORKERS ?= 2
 ARGS ?=
 TORCH := torch==2.13.0
+# pip compiles nothing (--no-compile), so what the first process imports is kept for the others, whatever the caller's settings are.
+export PYTHONDONTWRITEBYTECODE :=
 
 ifeq ($(NO_VENV),)
   RUN := $(VENV)/bin/python
