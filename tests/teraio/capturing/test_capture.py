@@ -26,7 +26,7 @@ from ..conftest import RunCommand
 from ..optimizer.test_own_optimizers import Mixed
 from ..traces import CHAIN, TRACES
 from . import trainings
-from .trainings import loss_of, tokens, training, transformer
+from .trainings import loss_of, tokens, training, transformer, two_layers
 
 MIB = 1 << 20
 ONE_BYTE = Kernel(flops=0.0, dtype=torch.float32, touched_bytes=1)
@@ -104,12 +104,12 @@ def test_half_precision_weights_with_masters_are_updated_by_subgroups(own: bool,
 
 def test_a_capture_has_the_stages_blocks_and_groups_of_a_real_run(tmp_path: Path) -> None:
     options = {"codegen": "eager", "memory_budget": 4 << 30, "storage": str(tmp_path), "profile_iterations": 1}
-    step = training({**options, "trace_out": str(tmp_path / "trace.json")})
+    step = two_layers({**options, "trace_out": str(tmp_path / "trace.json")})
     for _ in range(4):
         step()
     teraio.reset()
     real = planner.Trace.load(tmp_path / "trace.json")
-    captured = capture(lambda: training({"codegen": "eager"}), subgroup_bytes=real.subgroup_bytes)
+    captured = capture(lambda: two_layers({"codegen": "eager"}), subgroup_bytes=real.subgroup_bytes)
     assert shape(captured) == shape(real)
     assert captured.recompute and captured.subgroups
 
@@ -294,8 +294,8 @@ def test_efficiencies_are_fitted_to_a_measured_trace_of_a_smaller_size() -> None
     """The "measured" trace is a capture, for a machine whose figures are known. Without a cache, where all this would stay."""
     assumed = MachineDescription.load("rtx4090").model_copy(update={"cache_bytes": 0, "operator_seconds": 0.0})
     true = assumed.model_copy(update={"clock_share": 0.31, "memory_efficiency": 0.57})
-    measured = capture(training, hardware=true)
-    fitted = capture(trainings.larger, hardware=assumed, calibrate=measured, smaller=training)
+    measured = capture(two_layers, hardware=true)
+    fitted = capture(trainings.larger, hardware=assumed, calibrate=measured, smaller=two_layers)
     wanted = capture(trainings.larger, hardware=true)
     assert fitted.ideal_seconds == pytest.approx(wanted.ideal_seconds, rel=0.02)
     assert "fitted: clock share 0.3" in fitted.created_by
@@ -335,7 +335,7 @@ def test_all_known_machines_are_whole(tmp_path: Path) -> None:
         (trainings.compiles_nothing, {}, teraio.UnsupportedError, 'no trace yet: nothing was compiled with backend="teraio"'),
         (training, {"smaller": training}, teraio.OptionsError, "give that trace as calibrate"),
         (
-            training,
+            trainings.only_asks,
             {"calibrate": CHAIN},
             teraio.OptionsError,
             "has 6 stages of compiled graphs, .* has 0 of them",

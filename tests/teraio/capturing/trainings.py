@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from ..stages.graphs import Layer, Transformer
 
 
-def transformer(width: int = 512) -> Transformer:
-    return Transformer(2, width, heads=8, vocabulary=1000)
+def transformer(width: int = 512, layers: int = 1) -> Transformer:
+    return Transformer(layers, width, heads=8, vocabulary=1000)
 
 
-def tokens(**where: Any) -> Tensor:
-    return torch.zeros(8, 256, dtype=torch.long, **where)
+def tokens(rows: int = 8, **where: Any) -> Tensor:
+    return torch.zeros(rows, 256, dtype=torch.long, **where)
 
 
 def loss_of(logits: Tensor) -> Tensor:
@@ -27,8 +27,10 @@ def loss_of(logits: Tensor) -> Tensor:
     return functional.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.long, device=rows.device))
 
 
-def training(options: Mapping[str, Any] | None = None, *, width: int = 512) -> Callable[[], object]:
-    model, given = transformer(width), tokens()
+def training(
+    options: Mapping[str, Any] | None = None, *, width: int = 512, layers: int = 1, rows: int = 8
+) -> Callable[[], object]:
+    model, given = transformer(width, layers), tokens(rows)
     optimizer = torch.optim.AdamW(model.parameters())
     compiled = torch.compile(model, backend="teraio", options=dict(options or {}))
 
@@ -40,8 +42,13 @@ def training(options: Mapping[str, Any] | None = None, *, width: int = 512) -> C
     return step
 
 
+def two_layers(options: Mapping[str, Any] | None = None) -> Callable[[], object]:
+    return training(options, layers=2, rows=4)
+
+
 def larger() -> Callable[[], object]:
-    return training(width=1024)
+    """Than that of two layers: twice as wide, with twice as many rows."""
+    return training(width=1024, layers=2)
 
 
 def on_gpu(*, autocast: bool = False, fused: bool | None = True) -> Callable[[], object]:
