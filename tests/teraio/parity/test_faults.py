@@ -276,10 +276,10 @@ def test_a_solver_that_fails(options: dict[str, Any], monkeypatch: pytest.Monkey
 def test_a_plan_for_another_training(options: dict[str, Any], tmp_path: Path) -> None:
     forget()
     path = tmp_path / "other.plan.json"
-    other = start({**options, "memory_budget": BUDGET + MIB, "plan_out": path})
+    other = begin(lambda: make_model(4), make_optimizers, {**options, "memory_budget": 6 * MIB, "plan_out": path})
     train(other, 0, 8)
     other.finish()
-    training = begin(lambda: make_model(LAYERS + 2), make_optimizers, {**options, "plan": path})
+    training = start({**options, "plan": path})
     with pytest.raises(teraio.PlanError) as raised:
         train(training, 0, 8)
     assert str(path) in str(raised.value)
