@@ -6,6 +6,7 @@ teraio's part and checks that it leaves nothing behind. What is trained, recorde
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ PLAN_SECONDS = 60.0
 """A plan that takes longer is a failure."""
 
 Batch = TypeVar("Batch")
+
+# Else pytest gives this logger its handlers, and PyTorch prints every graph for them.
+logging.getLogger("torch.__trace").propagate = True
 
 
 @dataclass(slots=True, kw_only=True)

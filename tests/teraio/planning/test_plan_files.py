@@ -88,11 +88,11 @@ def written(tmp_path: Path) -> Iterator[Written]:
     handler = LazyTraceHandler(str(folder))
     handler.setFormatter(TorchLogsFormatter(trace=True))
     handler.setLevel(logging.DEBUG)
-    before = list(trace_log.handlers), trace_log.level
-    trace_log.handlers[:] = [handler]
+    before = list(trace_log.handlers), trace_log.level, trace_log.propagate
+    trace_log.handlers[:], trace_log.propagate = [handler], False
     trace_log.setLevel(logging.DEBUG)
     yield Written(folder)
-    trace_log.handlers[:], trace_log.level = before
+    trace_log.handlers[:], trace_log.level, trace_log.propagate = before
     handler.close()
 
 
