@@ -270,13 +270,14 @@ def test_a_step_that_fails_leaves_no_update_behind(tmp_path: Path, monkeypatch: 
             left.append((len(running), len(updates)))
         run.optimizer.zero_grad()
 
+    usual = small("AdamW", layers=4)
+    budget = int(0.6 * reference(usual).status.device_peak_bytes)
+    plan = plan_for(usual, tmp_path, budget, policy="stride-2")
     monkeypatch.setattr(HostUpdate, "run", slow)
     monkeypatch.setattr(ThreadPoolExecutor, "submit", beginning)
     monkeypatch.setattr(Pager, "acquire", failing)
-    case = small("AdamW", step=step, layers=4)
-    budget = int(0.6 * reference(case).status.device_peak_bytes)
-    plan = plan_for(replace(case, step=one_update), tmp_path, budget, policy="stride-2")
     updates.clear()
+    case = replace(usual, step=step)
     train(case, options={"memory_budget": budget, "host_budget": HOST_BYTES, "profile_iterations": 1, "plan": plan})
     assert left, "a step has failed"
     assert left[0] == left[1] and left[0][0] == 0
