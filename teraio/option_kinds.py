@@ -77,7 +77,12 @@ def _size_or_share(name: str, value: Any) -> int | Share:
 
 
 def _tiles(name: str, value: Any) -> int | str:
-    return value if value in ("auto", "off") else parse_bytes(name, value)
+    try:
+        return value if value in ("auto", "off") else parse_bytes(name, value)
+    except OptionsError:
+        raise OptionsError(
+            f"option {name}: found {short_repr(value)}, wanted 'auto', 'off', a number of bytes, or text such as '24GiB'"
+        ) from None
 
 
 def _directories(name: str, value: Any) -> tuple[Path, ...]:

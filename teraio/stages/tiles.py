@@ -5,9 +5,10 @@ A stage is never less than one operator, so the scores of a large vocabulary wou
 dominate a graph, the operators around them run in tiles of their rows, each tile in stages of its own:
 * `mark` decides, on the joint graph of the forward and the backward pass. What is large there is not saved for the backward pass:
   the backward graph computes it again, from the product that begins the region. This is marked with the number of tiles.
-* `tile` rewrites each of the two graphs by itself. A region is what is large, what takes it, and what lies between. For each tile
-  its operators are repeated for the rows of this tile (`rows.py`). Results by rows are written into memory that is made once.
-  Sums over rows, such as the gradient of the weight, are added up in place, in 32 bits where they have fewer.
+* `tile` rewrites each of the two graphs by itself. A region is what is large, what takes it, and what lies between, up to further
+  products. For each tile its operators are repeated for the rows of this tile (`rows.py`). Results by rows are written into
+  memory that is made once. Sums over rows, such as the gradient of the weight, are added up in place, in 32 bits where they
+  have fewer.
 * All tiles but the last, which may be shorter, are equal stages, and are compiled once: slices of what a tile takes are made
   before the first one.
 Results by rows are those of the same operators for fewer rows. Sums are added up in another order than without tiles.
@@ -222,13 +223,13 @@ def _region(product: Node, inside: Collection[Node]) -> _Region | None:
     count = 0
     while count != len(members):
         count = len(members)
-        large = {node for node in members if _elements(node) >= least and not is_creation(node)}
+        large = {node for node in members if spread.goes_on(node, least) or node is product}
         for node in inside:
             if node not in members and not any(source in large for source in node.all_input_nodes):
                 continue
             if is_getitem(node) or spread.reaches(node):
                 members.update([node, *spread.large_sources(node, least)])  # other operators make some, such as masks
-                if node in spread.where and _elements(node) >= least and not is_creation(node):
+                if spread.goes_on(node, least):
                     large.add(node)
             elif node in members:
                 return None  # what the tiles need is known only when all of them have run
@@ -266,6 +267,10 @@ class _Spread:
         elif packet_name(node) == "nll_loss_forward" and node.args[3] == NO_REDUCTION:
             self.where.update((user, Rows(0)) for user in node.users if user.args[1] == 0)
         return True
+
+    def goes_on(self, node: Node, least: int) -> bool:
+        """Return whether a region has the operators that take the result of `node`: it is large, and no further product's."""
+        return node in self.where and _elements(node) >= least and not (is_creation(node) or is_heavy(node))
 
     def large_sources(self, node: Node, least: int) -> list[Node]:
         """Return those operators with so many elements that `node` takes by rows, and that can compute a part of these."""

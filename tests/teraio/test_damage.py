@@ -36,7 +36,7 @@ def train_activations(
     training = begin(
         lambda: nn.Sequential(*(layer for _ in range(10) for layer in (nn.Linear(64, 64), nn.Tanh()))),
         lambda module: [torch.optim.SGD(module.parameters(), lr=0.1)],
-        options,
+        {"tiles": "off", **options},
     )
     losses: list[float] = []
 

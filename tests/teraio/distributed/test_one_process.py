@@ -234,7 +234,7 @@ def private(tree: ast.Module) -> Iterator[str]:
 
 
 def test_fsdp_without_a_name_is_refused_before_anything_moves(sharded: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsdp, "FSDP_PARAMETER", PrivateNames(library="fully_shard", names=("_renamed",)))
+    monkeypatch.setattr(fsdp, "FSDP_PARAMETER", PrivateNames(library="fully_shard", names="_renamed"))
     with pytest.raises(UnsupportedError, match="fully_shard of torch .* has no _renamed"):
         ShardedParameters(Pager(mover=None, budget_bytes=None)).note([torch.ones(8)])
 
