@@ -82,7 +82,7 @@ def mark(graph: Graph, *, above_bytes: int, fuses: bool) -> None:
     taken: set[Node] = set()
     identity = 1 + max((node.meta.get("ac_graph_id", 0) for node in graph.nodes), default=0)
     for product in sorted((node for node in forward if packet_name(node) in ("mm", "addmm")), key=_elements, reverse=True):
-        if product in taken or _stay_bytes(product) + _MOST_LARGE * _elements(product) <= above_bytes:
+        if product in taken or _MOST_LARGE * _elements(product) <= above_bytes:
             continue
         region = _region(product, forward)
         if region is None or taken & region.members.keys():
@@ -94,13 +94,6 @@ def mark(graph: Graph, *, above_bytes: int, fuses: bool) -> None:
             for node in region.recomputed:
                 if "recompute" not in node.meta:  # the user's own checkpoints hold
                     node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=identity)
-
-
-def _stay_bytes(product: Node) -> int:
-    """Return what a tile needs however few rows it has: the weight, its gradient, and what has all rows but is not large."""
-    left, right = cast(Sequence[Node], product.args[-2:])
-    short = right.meta["val"].dtype.itemsize < 4
-    return output_bytes(right) + (4 * _elements(right) if short else output_bytes(right)) + 2 * output_bytes(left)
 
 
 def tile(graph: Graph) -> None:
@@ -190,26 +183,36 @@ class _Region:
         results = {storages[node] for node in self.exits} - {storages[self.product]}
         return [node for node in self.large if storages[node] not in results]
 
+    @property
+    def stay_bytes(self) -> int:
+        """What a tile needs however few rows it has: what the region takes as a whole, with its gradients, and what it gives."""
+        taken = {source for node in self.members for source in node.all_input_nodes if source not in self.members}
+        by_rows = {source for part in self.members.values() if part is not None for source in part.inputs}
+        operands = {source for node in self.members if is_heavy(node) for source in node.all_input_nodes}
+        weights = (operands & taken) - by_rows
+        longer = sum(max(4 * _elements(weight) - output_bytes(weight), 0) for weight in weights)  # sums have 32 bits
+        return 2 * sum(map(output_bytes, taken)) + longer + sum(map(output_bytes, self.exits))
+
     def tiles(self, *, above_bytes: int, fuses: bool) -> int:
         """Return into how many tiles it is divided: so many that what follows the number of rows is no longer what counts.
 
-        1 if that is so without tiles, if all of it needs no more than `above_bytes`, or if all that is large is its results.
+        1 if all of it needs no more than `above_bytes`, if all that is large is its results, or if tiles need more than half.
         """
         storages = storages_of(list(self.members))
         results = {storages[node] for node in self.exits}
         if all(storages[node] in results for node in self.large):
             return 1
         # What a product makes or takes is in memory, and so is its gradient.
-        operands = {
-            storages[n] for node in self.members if is_heavy(node) for n in (node, *node.all_input_nodes) if n in storages
-        }
-        count = len(operands & {storages[node] for node in self.large})
+        touched = {n for node in self.members if is_heavy(node) for n in (node, *node.all_input_nodes)}
+        count = len({storages[node] for node in self.large if node in touched})
         grows = 2 * count * (output_bytes(self.product) if fuses else max(map(output_bytes, self.large)))
-        stays = _stay_bytes(self.product)
+        stays = self.stay_bytes
         if grows + stays <= above_bytes:
             return 1
-        wanted = 1 << max(0, math.ceil(math.log2(grows / stays)))
-        return min(wanted, _MOST_TILES, self.rows // _LEAST_ROWS)
+        halves = (grows - stays) / 2  # what may grow so that all is half of it
+        wanted = 1 << max(0, math.ceil(math.log2(grows / min(stays, halves)))) if halves > 0 else 1
+        found = min(wanted, _MOST_TILES, max(self.rows // _LEAST_ROWS, 1))
+        return found if grows / found <= halves else 1
 
 
 def _region(product: Node, inside: Collection[Node]) -> _Region | None:

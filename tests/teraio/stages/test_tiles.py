@@ -275,8 +275,8 @@ def fuses(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def captured(model: nn.Module, *, fuses: bool, above_bytes: int = 0) -> list[Captured]:
-    words = torch.randint(0, CLASSES, (BATCH, WORDS))
+def captured(model: nn.Module, *, fuses: bool, above_bytes: int = 0, batch: int = BATCH) -> list[Captured]:
+    words = torch.randint(0, CLASSES, (batch, WORDS))
     with tiles.marking(above_bytes=above_bytes, fuses=fuses):
         return capture(model, words, decompositions=None if fuses else {})
 
@@ -324,7 +324,7 @@ def test_sums_over_tiles_have_32_bits(loss: Callable[[Tensor, Tensor], Any], fus
 
 
 def test_scores_that_are_a_result_are_made_once(fuses: bool) -> None:
-    forward, backward = captured(Model(shown), fuses=fuses)
+    forward, backward = captured(Model(shown), fuses=fuses, batch=2 * BATCH)
     assert check_results(forward) > 1 and check_results(backward) > 1
 
 
