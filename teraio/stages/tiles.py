@@ -5,8 +5,8 @@ A stage is never less than one operator, so the scores of a large vocabulary wou
 dominate a graph, the operators around them run in tiles of their rows, each tile in stages of its own:
 * `mark` decides, on the joint graph of the forward and the backward pass. What is large there is not saved for the backward pass:
   the backward graph computes it again, from the product that begins the region. This is marked with the number of tiles.
-* `tile` rewrites each of the two graphs by itself. A region is what is large, what takes it, and what lies between, up to further
-  products. For each tile its operators are repeated for the rows of this tile (`rows.py`). Results by rows are written into
+* `tile` rewrites each of the two graphs by itself. A region begins with a product that is wider than what
+  it takes; it is what is large, what takes it, and what lies between, up to further products. For each tile its operators are repeated for the rows of this tile (`rows.py`). Results by rows are written into
   memory that is made once. Sums over rows, such as the gradient of the weight, are added up in place, in 32 bits where they
   have fewer.
 * All tiles but the last, which may be shorter, are equal stages, and are compiled once: slices of what a tile takes are made
@@ -82,7 +82,8 @@ def mark(graph: Graph, *, above_bytes: int, fuses: bool) -> None:
     taken: set[Node] = set()
     identity = 1 + max((node.meta.get("ac_graph_id", 0) for node in graph.nodes), default=0)
     for product in sorted((node for node in forward if packet_name(node) in ("mm", "addmm")), key=_elements, reverse=True):
-        if product in taken or _MOST_LARGE * _elements(product) <= above_bytes:
+        widens = _elements(product) > 2 * _elements(cast(Node, product.args[-2]))  # so that what it takes is not large itself
+        if product in taken or not widens or _MOST_LARGE * _elements(product) <= above_bytes:
             continue
         region = _region(product, forward)
         if region is None or taken & region.members.keys():
