@@ -5,10 +5,10 @@ A stage is never less than one operator, so the scores of a large vocabulary wou
 dominate a graph, the operators around them run in tiles of their rows, each tile in stages of its own:
 * `mark` decides, on the joint graph of the forward and the backward pass. What is large there is not saved for the backward pass:
   the backward graph computes it again, from the product that begins the region. This is marked with the number of tiles.
-* `tile` rewrites each of the two graphs by itself. A region begins with a product that is wider than what
-  it takes; it is what is large, what takes it, and what lies between, up to further products. For each tile its operators are repeated for the rows of this tile (`rows.py`). Results by rows are written into
-  memory that is made once. Sums over rows, such as the gradient of the weight, are added up in place, in 32 bits where they
-  have fewer.
+* `tile` rewrites each of the two graphs by itself. A region begins with a product that is wider than what it takes. It is what is
+  large, what takes it, and what lies between, up to further products. For each tile its operators are repeated for the rows of
+  this tile (`rows.py`). Results by rows are written into memory that is made once. Sums over rows, such as the gradient of the
+  weight, are added up in place, in 32 bits where they have fewer.
 * All tiles but the last, which may be shorter, are equal stages, and are compiled once: slices of what a tile takes are made
   before the first one.
 Results by rows are those of the same operators for fewer rows. Sums are added up in another order than without tiles.
