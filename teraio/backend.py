@@ -102,9 +102,8 @@ def _caller(self: torch.nn.Module) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # Dynamo leaves this out of what it compiles
-            if (
-                torch._C._functorch.peek_interpreter_stack() is not None
-            ):  # of `torch.func.grad`, `vmap` and the like, of which Dynamo says nothing
+            # Of `torch.func.grad`, `vmap` and the like Dynamo says nothing.
+            if torch._C._functorch.peek_interpreter_stack() is not None:
                 _tell_once()
         return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 

@@ -134,13 +134,13 @@ _VIEW_NAMES = frozenset(
 _CREATION_NAMES = frozenset("full scalar_tensor iota arange zeros ones empty".split())
 
 
+TILE = "teraio_tile"  # in `meta`
+
+
 def tile_of(node: Node) -> tuple[str, int] | None:
     """Return the region and the number of the tile that `node` belongs to; None if to none: see [Note: Tiles]."""
     found: tuple[str, int] | None = node.meta.get(TILE)
     return found
-
-
-TILE = "teraio_tile"  # in `meta`
 
 
 def settled(value: Any, *writes: Any) -> Any:
