@@ -31,7 +31,7 @@ _NAMES = {  # public names of private modules are here, too
     "torch.utils._pytree": "tree_iter tree_leaves tree_map tree_map_only",
     "torch.utils._sympy": "interp.sympy_interp reference.PythonReferenceAnalysis",
 }
-_OF_CUDA = {"torch._C": "_cuda_clearCublasWorkspaces _cuda_isHistoryEnabled _host_emptyCache"}
+_OF_CUDA = {"torch._C": "_cuda_clearCublasWorkspaces _cuda_getCurrentRawStream _cuda_isHistoryEnabled _host_emptyCache"}
 _OF_COMPILER = {  # these take seconds to import
     "torch._functorch": "config",
     "torch._inductor": "config list_mode_options",

@@ -23,6 +23,7 @@ ORDER = (
     "test_training.py",
     "test_asynchronous.py",
     "test_budget.py",
+    "test_tiles.py",
     "test_larger.py",
     "test_whole_trainings.py",
     "test_parity.py",

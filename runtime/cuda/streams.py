@@ -10,9 +10,11 @@ from typing import Any, cast
 
 import torch
 
+from runtime.cuda import driver
 from runtime.cuda.compaction import gather, history_of, serve
 from runtime.device import COMPUTE, INWARD, MIN_MOVED_BYTES, OUTWARD, USER, DeviceBytes, DeviceMemoryError, Event, Lane
 
+_HERE = contextlib.nullcontext()
 _LONGEST_HISTORY = 100_000  # allocations and frees of one stage
 _PAGE_BYTES = 20 << 20  # the allocator takes memory in such units
 _LEFT_BYTES = 64 << 20  # for small blocks, which have pages of their own
@@ -106,14 +108,7 @@ class CudaStreams:
 
     def copy(self, lane: Lane, *, target: int, source: int, size_bytes: int) -> None:
         """Queue a copy between the GPU and main memory. If the main memory is not pinned, the call waits for the copy."""
-        outward = lane is OUTWARD
-        on_device = self._on_device(source if outward else target, size_bytes)
-        on_host = host_bytes(target if outward else source, size_bytes)
-        with torch.cuda.stream(self._streams[lane]):
-            if outward:
-                on_host.copy_(on_device, non_blocking=True)
-            else:
-                on_device.copy_(on_host, non_blocking=True)
+        driver.copy(self._streams[lane], target=target, source=source, size_bytes=size_bytes)
 
     def fill(self, lane: Lane, address: int, size_bytes: int, value: int) -> None:
         with torch.cuda.stream(self._streams[lane]):
@@ -124,7 +119,8 @@ class CudaStreams:
             return self._on_device(address, size_bytes).cpu().numpy().data
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
-        with torch.cuda.stream(self._streams[COMPUTE]):
+        # To switch to the stream that is the current one would take longer than the rest.
+        with _HERE if self._computes else torch.cuda.stream(self._streams[COMPUTE]):
             try:
                 # Not `torch.empty`: with deterministic algorithms, it fills the memory.
                 return torch.UntypedStorage(size_bytes, device=self.device)  # type: ignore[no-untyped-call]
@@ -145,7 +141,12 @@ class CudaStreams:
     # -- Device
 
     def mark(self) -> CudaEvent:
-        return CudaEvent(torch.cuda.current_stream(self.device), timed=True)
+        return CudaEvent(self._streams[COMPUTE] if self._computes else torch.cuda.current_stream(self.device), timed=True)
+
+    @property
+    def _computes(self) -> bool:
+        """Whether what the calling thread queues goes to the lane of computation."""
+        return torch._C._cuda_getCurrentRawStream(self.device.index) == self._streams[COMPUTE].cuda_stream
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -278,15 +279,4 @@ def host_bytes(address: int, size_bytes: int) -> torch.Tensor:
     """Return a tensor over bytes in main memory. It owns nothing."""
     # Kept for a while, since blocks have the same slots in each iteration.
     with torch.inference_mode(mode=False):  # else nobody could write to it outside of that mode later on
-        return fresh_host_bytes(address, size_bytes)
-
-
-def fresh_host_bytes(address: int, size_bytes: int) -> torch.Tensor:
-    """Return what `host_bytes` does, another one each time, for the mode that the caller is in."""
-    return torch.frombuffer(_bytes_type(size_bytes).from_address(address), dtype=torch.uint8)
-
-
-@functools.lru_cache(maxsize=4096)
-def _bytes_type(size_bytes: int) -> Any:
-    # ctypes forgets types that nobody holds, and takes 40 µs to make one.
-    return ctypes.c_char * size_bytes
+        return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)

@@ -34,7 +34,7 @@ collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
 _ADVICE_OF_PYTORCH = (
     "ignore:TensorFloat32 tensor cores:UserWarning",  # these tests compare bits
-    "ignore:.*Online softmax is disabled:UserWarning",
+    "ignore:\\s*Online softmax is disabled:UserWarning",
     "ignore:Synchronization debug mode is a prototype:UserWarning",
 )
 

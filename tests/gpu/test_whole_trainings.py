@@ -5,6 +5,7 @@ The model is mostly weights and states, so that a processor computes it in no ti
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import random
 import signal
@@ -154,6 +155,8 @@ def test_a_drive_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(teraio.StorageIOError, match="Input/output error"):
         step(training, UNTIL_PLANNED)
     works_again()
+    with contextlib.suppress(teraio.StorageIOError):  # of other copies that failed meanwhile
+        values(training)
     training.optimizers[0].zero_grad()
     saved = values(training)
     step(training, UNTIL_PLANNED + 1)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime.cuda import CudaStreams, storage_paths
+from runtime.cuda import CudaStreams, driver, storage_paths
 from runtime.system import CudaPinner
 from teraio.machine import Machine, Shared
 from teraio.machine import cuda as cuda_machine
@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 class Stream:
     def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
-        pass
+        self.cuda_stream = id(self)
 
     def wait_stream(self, stream: Stream) -> None:
         pass
@@ -92,6 +92,7 @@ class FakeCuda:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self._streams[-1].cuda_stream, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: True, raising=False)  # so that teraio records nothing
         made = CudaStreams.__init__
 
@@ -102,7 +103,11 @@ class FakeCuda:
         def on_device(self: object, address: int, size_bytes: int) -> torch.Tensor:
             return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
 
+        def copy(stream: Stream, *, target: int, source: int, size_bytes: int) -> None:
+            ctypes.memmove(target, source, size_bytes)
+
         monkeypatch.setattr(CudaStreams, "__init__", make)
+        monkeypatch.setattr(driver, "copy", copy)
         monkeypatch.setattr(CudaStreams, "_on_device", on_device)
         monkeypatch.setattr(storage_paths.CudaCopier, "_on_device", on_device)
         monkeypatch.setattr(storage_paths, "_pinned", lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8))
