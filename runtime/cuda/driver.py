@@ -18,7 +18,7 @@ def copy(stream: torch.cuda.Stream, *, target: int, source: int, size_bytes: int
     """
     status = _calls().cuMemcpyAsync(target, source, size_bytes, stream.cuda_stream)
     if status == _NO_CONTEXT:
-        stream.record_event()  # type: ignore[no-untyped-call]  # gives the thread the context that PyTorch works in
+        stream.record_event()  # gives the thread the context that PyTorch works in
         status = _calls().cuMemcpyAsync(target, source, size_bytes, stream.cuda_stream)
     if status:
         name = ctypes.c_char_p()
