@@ -385,6 +385,7 @@ class PlannedPhase(Phase):
         self._largest_bytes = profile.made_bytes
         self._before: Iteration | None = None
         self._unplanned = 0
+        run.pager.plan_begins()
         self._collector = QuietCollector()
         self._collector.begin()  # what is there now was made for the iterations to come
         moved: Counter[str] = Counter()  # by tier: sizes of the blocks that wait there, added up over the moves of an iteration

@@ -227,6 +227,8 @@ class StreamMover:
             raise
 
     def install(self, block: Block, fresh: torch.UntypedStorage | None = None) -> None:
+        if fresh is not None:
+            self._computed.passed()  # the device fills it in the lane of computation
         block.address = storage_swap.install(storage_of(block), self._fresh.pop(block) if fresh is None else fresh)
 
     def wait_resident(self, blocks: Sequence[Block]) -> None:

@@ -18,6 +18,7 @@ _HERE = contextlib.nullcontext()
 _LONGEST_HISTORY = 100_000  # allocations and frees of one stage
 _PAGE_BYTES = 20 << 20  # the allocator takes memory in such units
 _LEFT_BYTES = 64 << 20  # for small blocks, which have pages of their own
+_SMALL_BYTES = 1 << 20  # blocks up to this size
 
 
 class CudaEvent:
@@ -222,7 +223,8 @@ class AllocatorPieces:
     def recorded(self, least_bytes: int) -> Sequence[int]:
         trace = torch.cuda.memory._snapshot(self._device)["device_traces"][self._device.index]
         self._record(None)
-        return history_of([event for event in trace if event["stream"] == self._compute.cuda_stream], least_bytes)
+        own = [event for event in trace if event["stream"] == self._compute.cuda_stream]
+        return history_of(own, max(least_bytes, _SMALL_BYTES + 1))
 
     def gather(
         self,

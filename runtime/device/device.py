@@ -73,7 +73,7 @@ class Pieces(Protocol):
     def recorded(self, least_bytes: int) -> Sequence[int]:
         """End the recording. Return the bytes of each allocation, in their order, and where the nth of them was freed, -n.
 
-        Those of less than `least_bytes` do not count.
+        Those of less than `least_bytes` do not count, nor do those that have memory of their own, away from the blocks.
         """
 
     def gather(

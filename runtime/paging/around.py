@@ -49,13 +49,20 @@ class _Need(NamedTuple):
 class Stages(PagerPart):
     """Gives each stage its memory, and user code what it can reach between regions. Each public method takes the lock."""
 
-    def __init__(self, state: PagerState, transitions: BlockTransitions, prefetches: PrefetchQueue, room: RoomMaker) -> None:
+    def __init__(
+        self,
+        state: PagerState,
+        transitions: BlockTransitions,
+        prefetches: PrefetchQueue,
+        room: RoomMaker,
+        pieces: StagePieces,
+    ) -> None:
         super().__init__(state)
         self.device, self.account, self.table = state.device, state.account, state.table
         self._transitions = transitions
         self._prefetches = prefetches
         self._room = room
-        self._pieces = StagePieces(state)
+        self._pieces = pieces
 
     # -- around a stage
 
@@ -182,6 +189,7 @@ class Stages(PagerPart):
             left -= block.size_bytes
             self._transitions.reserve(left)  # what begins now counts as used, and no longer as reserved
             if block.state is OFFLOADED:  # still: where one copy fails to begin, waiting prefetches may begin
+                self._pieces.block_begins(block.size_bytes)
                 self._transitions.begin_prefetch(block)
         self._transitions.reserve(new_bytes)
         for block in blocks:
@@ -192,6 +200,11 @@ class Stages(PagerPart):
     def _release(self, blocks: Sequence[Block]) -> None:
         self._transitions.reserve(0)
         self._transitions.unpin(blocks)
+
+    def plan_begins(self) -> None:
+        """A plan is followed from now on, see [Note: Memory in pieces]."""
+        with self._lock:
+            self._pieces.plan_begins()
 
     # -- around compiled regions, see [Note: User code]
 

@@ -21,6 +21,7 @@ from runtime.paging.around import POLL_SECONDS, Lending, Stages
 from runtime.paging.block import OFFLOADED, ON_DEVICE, PLAIN, UNNAMED, Block, holder_of
 from runtime.paging.closing import Closing, Parking
 from runtime.paging.mover import Mover, NullMover
+from runtime.paging.pieces import StagePieces
 from runtime.paging.room import PrefetchQueue, RoomMaker
 from runtime.paging.state import NO_LIMIT, BlockTable, CopySignal, MemoryAccount, PagerState
 from runtime.paging.transitions import BlockTransitions
@@ -60,7 +61,8 @@ class Pager(Stages):
         self.condition = signal.condition
         state = PagerState(device, mover, account, BlockTable(mover), signal)
         transitions = BlockTransitions(state, copy_ended=lambda: self._prefetches.begin_ready())
-        super().__init__(state, transitions, PrefetchQueue(state, transitions), RoomMaker(state, transitions))
+        pieces = StagePieces(state)
+        super().__init__(state, transitions, PrefetchQueue(state, transitions, pieces), RoomMaker(state, transitions), pieces)
         self.lending = Lending(state, transitions)
         self.parking = Parking(state, self._prefetches, self._room)
         self.closing = Closing(state, transitions, self._prefetches)

@@ -5,12 +5,15 @@ The budget counts bytes, wherever they lie. Where the allocator of a GPU has no 
 memory away from where it lies, and puts some of it where the request goes ("a retry"): tens of milliseconds, and what is left has
 gaps. To copy the blocks that are in the way on the device takes less than one. So once there has been a retry, each stage is
 recorded in one of its runs: which pieces it allocates. From then on blocks make way before it runs, if it needs a large piece, or
-has had a retry. Where that does not help, because of the gaps, everything leaves that can, and comes back close together: this
-takes as long as some iterations, and so comes ever more rarely if it does not last. What is found wrong costs a retry.
+has had a retry, and before a large block comes back. Where that does not help, because of the gaps, everything leaves that can,
+and comes back close together: this takes as long as some iterations, and so comes ever more rarely if it does not last. It is
+done once when a plan begins, which would inherit the gaps of iterations on demand. What is found wrong costs a retry.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,7 +26,7 @@ from runtime.paging.state import PagerPart, PagerState
 # For a piece of this part of the budget blocks make way, and then for the smaller ones of its stage: they could take its place.
 _LARGE_SHARE = 64
 _LOOKED_AT = 12  # so many regions after a retry, each stage is asked whether it had one: that takes as long as ten of its blocks
-_IN_VAIN = 8  # after so many retries although blocks made way everything leaves; after twice as many if that has not helped
+_IN_VAIN = 3  # after so many retries although blocks made way everything leaves; after twice as many if that has not helped
 
 
 class _Recorded(NamedTuple):
@@ -47,9 +50,16 @@ class StagePieces(PagerPart):
         self._retries = self._retries_before = 0
         self._looks = 0
         self._in_vain, self._patience = 0, _IN_VAIN
+        self._anew = False
+        self._thread: int | None = None
+
+    def plan_begins(self) -> None:
+        """A plan is followed from now on: after retries, everything leaves once, before a stage for which blocks make way."""
+        self._anew = self._device.pieces is not None and self._device.retries > 0
 
     def region_begins(self) -> None:
         """A compiled region begins."""
+        self._thread = threading.get_ident()
         if self._device.pieces is not None and self._account.budget_bytes is not None:
             retries, before = self._device.retries, self._retries_before
             self._looks, self._retries_before = _LOOKED_AT if retries > before else max(self._looks - 1, 0), retries
@@ -67,10 +77,11 @@ class StagePieces(PagerPart):
         self.give_up()
         known = self._known.get(what)
         if known is not None and known.new_bytes >= new_bytes:
-            if what in self._short or max(known.history, default=0) >= (self._account.budget_bytes or 0) // _LARGE_SHARE:
+            if what in self._short or self._is_large(max(known.history, default=0)):
                 self._gather(pieces, known.history, frozenset(held))
-                if self._in_vain >= self._patience:
-                    self._in_vain, self._patience = 0, 2 * self._patience
+                if self._anew or self._in_vain >= self._patience:
+                    self._patience = self._patience if self._anew else 2 * self._patience
+                    self._in_vain, self._anew = 0, False
                     raise DeviceMemoryError(f"free memory lies too far apart for {what}")
         elif what in self._seen:
             self._recording = pieces.begin_recording()
@@ -78,6 +89,17 @@ class StagePieces(PagerPart):
         self._running, self._new_bytes = what, new_bytes
         if self._looks:
             self._retries = self._device.retries
+
+    def block_begins(self, size_bytes: int) -> None:
+        """A block of that size comes back next, for which the budget has room. For any thread; blocks make way in the thread that
+        runs the region: others do not queue what the device computes."""
+        if self._device.pieces is not None and self._retries_before and self._is_large(size_bytes):
+            if threading.get_ident() == self._thread:
+                with contextlib.suppress(DeviceMemoryError):  # the block itself will have to find its memory
+                    self._gather(self._device.pieces, (size_bytes,), frozenset())
+
+    def _is_large(self, size_bytes: int) -> bool:
+        return size_bytes >= (self._account.budget_bytes or 0) // _LARGE_SHARE
 
     def give_up(self) -> None:
         """The stage that began last, if it has not ended, does not run, or runs once more: what was recorded is not all."""
@@ -104,10 +126,13 @@ class StagePieces(PagerPart):
 
     def _gather(self, pieces: Pieces, history: Sequence[int], held: frozenset[Block]) -> None:
         blocks: dict[int, Block] = {}
+        kept: list[torch.UntypedStorage] = []  # of dead blocks, copies that have ended let go at any time
 
         def movable() -> dict[int, int]:
             here = (b for b in self._account.here if b.state is ON_DEVICE and b.span is not None and b.pins == (b in held))
-            waiting = [block for block in here if block.storage() is not None]
+            alive = [(block, storage) for block in here if (storage := block.storage()) is not None]
+            waiting = [block for block, _ in alive]
+            kept.extend(storage for _, storage in alive)
             while waiting:
                 at_rest = self._mover.finished(waiting)  # up to the first one that is being copied
                 blocks.update((block.address, block) for block in at_rest)

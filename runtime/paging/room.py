@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterable, Sequence
 from planner.errors import BudgetError, StorageError, StorageFullError
 from runtime.paging.block import DROPPED, OFFLOADED, ON_DEVICE, PREFETCHING, Block
 from runtime.paging.mover import nowhere
+from runtime.paging.pieces import StagePieces
 from runtime.paging.state import CHECK_SECONDS, NO_LIMIT, PagerPart, PagerState
 from runtime.paging.transitions import BlockTransitions
 from runtime.system import checkpoint
@@ -190,10 +191,11 @@ class PrefetchQueue(PagerPart):
     in_user_code: no compiled region runs, so that no copy of a block that user code can reach may begin.
     """
 
-    def __init__(self, state: PagerState, transitions: BlockTransitions) -> None:
+    def __init__(self, state: PagerState, transitions: BlockTransitions, pieces: StagePieces) -> None:
         super().__init__(state)
         self.in_user_code = True
         self._transitions = transitions
+        self._pieces = pieces
         self._waiting: deque[Block] = deque()
         self._beginning = False
         self._late: list[tuple[Block, float]] = []
@@ -241,6 +243,7 @@ class PrefetchQueue(PagerPart):
         if short > 0 and not self._can_free(short):
             return False
         self._waiting.popleft()
+        self._pieces.block_begins(block.size_bytes)
         transitions.begin_prefetch(block)
         return True
 

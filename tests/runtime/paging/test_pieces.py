@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, MutableMapping, Sequence
 
 import pytest
@@ -114,6 +115,49 @@ def test_blocks_move_that_nobody_else_holds_and_no_copy_uses(bench: Bench) -> No
     bench.pager.retire([held], [])
 
 
+def test_blocks_make_way_for_a_large_one_that_comes_back(bench: Bench) -> None:
+    bench.pager.enter_region()
+    large, small = bench.make("large", 8), bench.make("small", 2)
+
+    def comes_back(block: Block) -> list[Sequence[int]]:
+        bench.pager.offload(block)
+        bench.mover.finish_all()
+        assert block.state is State.OFFLOADED
+        bench.device.pieces.gathered.clear()
+        thread = threading.Thread(target=bench.pager.prefetch, args=(block,)) if in_a_thread else None
+        thread.start() if thread else bench.pager.prefetch(block)
+        if thread:
+            thread.join()
+        bench.mover.finish_all()
+        assert block.state is State.ON_DEVICE
+        return list(bench.device.pieces.gathered)
+
+    in_a_thread = False
+    assert not comes_back(large), "there was no retry"
+    stage(bench, retries=1)
+    stage(bench)
+    assert comes_back(large) == [(large.size_bytes,)]
+    bench.pager.account.budget_bytes = 64 * large.size_bytes
+    assert not comes_back(small) and comes_back(large)
+    in_a_thread = True
+    assert not comes_back(large), "only who runs the region queues what the device computes"
+
+
+def test_everything_leaves_once_when_a_plan_begins_after_retries(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.make("resting", 2)
+    emptied: list[str] = []
+    monkeypatch.setattr(bench.device, "give_back_memory", lambda: emptied.append("once"))
+    bench.pager.plan_begins()
+    for _ in range(3):
+        stage(bench)
+    assert not emptied, "there was no retry"
+    stage(bench, retries=1)
+    bench.pager.plan_begins()
+    for _ in range(6):
+        stage(bench)
+    assert emptied == ["once"]
+
+
 def test_where_it_does_not_help_everything_leaves_once_in_a_while(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.make("resting", 2)
     emptied: list[int] = []
@@ -121,7 +165,7 @@ def test_where_it_does_not_help_everything_leaves_once_in_a_while(bench: Bench, 
     for stages in range(600):  # noqa: B007
         stage(bench, retries=1)
     assert 4 <= len(emptied) <= 8, "seldom"
-    assert emptied[0] > 8 and emptied[1] - emptied[0] < emptied[-1] - emptied[-2], "and ever more seldom"
+    assert emptied[0] > 3 and emptied[1] - emptied[0] < emptied[-1] - emptied[-2], "and ever more seldom"
     known = len(emptied)
     for _ in range(180):
         stage(bench)
