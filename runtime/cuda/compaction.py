@@ -6,7 +6,6 @@ where can be foreseen, but not chosen.
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 _UNIT_BYTES = 512  # of PyTorch's allocator: all sizes are multiples of it
-_LOOKED_AT = 256  # places are looked at closely: some 10 µs each
+_LOOKED_AT = 128  # places are looked at closely: some 10 µs for each way from there
+_LONGER = 24  # so many neighbours more than needed may be part of a way: they make room for blocks that find none elsewhere
 _ATTEMPTS = 4  # where blocks go elsewhere than foreseen, the range becomes larger, but not as large as it should
 _TRIES = 64  # to get memory elsewhere than in the window
 
@@ -161,7 +161,7 @@ def cheapest_way(chunks: Sequence[Chunk], size_bytes: int, movable: Container[in
     """
     holes = sorted(chunk.size_bytes for chunk in chunks if chunk.free)
     for _, first in sorted(_windows(chunks, size_bytes, movable))[:_LOOKED_AT]:
-        way = _way(chunks, first, holes, size_bytes, movable)
+        way = _way_from(chunks, first, holes, size_bytes, movable)
         if way is not None:
             return way
     return None
@@ -185,56 +185,78 @@ def _windows(chunks: Sequence[Chunk], size_bytes: int, movable: Container[int]) 
             first += 1
 
 
-def _way(chunks: Sequence[Chunk], first: int, holes: Sequence[int], size_bytes: int, movable: Container[int]) -> Way | None:
-    """Return how neighbours become a free range, from the first one on; None if a block can neither leave nor move down.
+def _way_from(chunks: Sequence[Chunk], first: int, holes: Sequence[int], size_bytes: int, movable: Container[int]) -> Way | None:
+    """Return how neighbours become a free range, from the first one on: as few as do. None if no way is seen.
 
     holes: the sizes of all free ranges, sorted.
     """
-    elsewhere, gap, leaving, end = list(holes), 0, [], chunks[first].address
-    for chunk in itertools.islice(chunks, first, None):
+    elsewhere, length, longer, end = list(holes), 0, 0, chunks[first].address
+    for last in range(first, len(chunks)):
+        chunk = chunks[last]
         if chunk.address != end or not chunk.free and chunk.address not in movable:
-            return None
-        end = chunk.end
+            break
+        end, length = chunk.end, length + chunk.size_bytes
+        if chunk.free:  # whatever is put there would have to leave, too: see `_clear`
+            elsewhere.pop(bisect_left(elsewhere, chunk.size_bytes))
+        if length >= size_bytes:
+            leaving = _leaving(chunks[first : last + 1], elsewhere, size_bytes)
+            if leaving is not None:
+                return Way(end, leaving)
+            longer += 1
+            if longer > _LONGER:
+                break
+    return None
+
+
+def _leaving(neighbours: Sequence[Chunk], holes: Sequence[int], size_bytes: int) -> tuple[Chunk, ...] | None:
+    """Return which of these neighbours leave for others to be one free range; None if some cannot.
+
+    holes: the sizes of the free ranges elsewhere, sorted. A block goes to the smallest one that is large enough, or down to what
+    others have left, if that is smaller still.
+    """
+    elsewhere, gap, leaving = list(holes), 0, []
+    for chunk in neighbours:
+        if chunk.free:
+            gap += chunk.size_bytes
+            continue
         place = bisect_left(elsewhere, chunk.size_bytes)
         best = elsewhere[place] if place < len(elsewhere) else None
-        if chunk.free:
-            if best != chunk.size_bytes:
-                return None  # a block would have gone there
-            elsewhere.pop(place)
+        if best is not None and not chunk.size_bytes <= gap < best:
+            _cut(elsewhere, place, chunk.size_bytes)
             gap += chunk.size_bytes
-        else:
-            if best is not None and not chunk.size_bytes <= gap < best:
-                _cut(elsewhere, place, chunk.size_bytes)
-                gap += chunk.size_bytes
-            elif chunk.size_bytes > gap:
-                return None
-            leaving.append(chunk)
-        if gap >= size_bytes:
-            return Way(end, tuple(leaving))
-    return None
+        elif chunk.size_bytes > gap:
+            return None
+        leaving.append(chunk)
+    return tuple(leaving) if gap >= size_bytes else None
 
 
 def _clear(
     pool: Pool, layout: Layout, way: Way, blocks: MutableMapping[int, int], move: Callable[[int, torch.UntypedStorage], None]
 ) -> bool:
     """Go that way. Returns False where the pool does otherwise than foreseen."""
-    kept = []  # the pool must not hand these out again before all have left
-    for chunk in way.leaving:
-        size = blocks.pop(chunk.address)
-        for _ in range(_TRIES):
-            fresh = pool.allocate(size)
-            address = fresh.data_ptr()
-            if not chunk.address <= address < way.end:
-                break
-            kept.append(fresh)
-        else:
-            return False
-        if not layout.take(address, size):
-            return False
-        move(chunk.address, fresh)
-        del fresh
-        layout.free(chunk.address)
-        blocks[address] = size
+    kept: list[torch.UntypedStorage] = []  # the pool must not hand these out again before all have left
+    try:
+        for chunk in way.leaving:
+            size = blocks.pop(chunk.address)
+            for _ in range(_TRIES):
+                if not layout.fits(size):
+                    return False
+                fresh = pool.allocate(size)
+                address = fresh.data_ptr()
+                if not layout.take(address, size):
+                    return False
+                if not chunk.address <= address < way.end:
+                    break
+                kept.append(fresh)
+            else:
+                return False
+            move(chunk.address, fresh)
+            del fresh
+            layout.free(chunk.address)
+            blocks[address] = size
+    finally:
+        while kept:
+            layout.free(kept.pop().data_ptr())
     return True
 
 

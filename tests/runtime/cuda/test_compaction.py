@@ -128,6 +128,7 @@ def _as_block(chunk: Chunk) -> Mapping[str, Any]:
         pytest.param([[-8, 3, -2, 3, -2, 3, -2]], [14], id="many small blocks behind a free range"),
         pytest.param([[2, -3, 2, -3, 2], [-2, 3, -2]], [5], id="through what was full"),
         pytest.param([[1, -8]], [4, 4], id="one free range serves two"),
+        pytest.param([[4, -4, 7, -5]], [6], id="a free range on the way would take what has to go"),
     ],
 )
 def test_blocks_make_way_and_keep_their_contents(runs: Sequence[Sequence[int]], pieces: Sequence[int]) -> None:
@@ -138,6 +139,10 @@ def test_what_may_not_move_stays_and_neighbours_of_a_gap_are_no_neighbours() -> 
     assert not BestFit([[-4, 2, -4]]).gather(8, stay=[0])
     assert not BestFit([[-4], [-4]]).gather(8)
     assert not BestFit([[-4, 6, -4]]).gather(8), "there is no place for what would have to go"
+
+
+def test_where_it_goes_otherwise_than_foreseen_the_pool_has_not_to_look_for_memory() -> None:
+    assert not BestFit([[9, -3, 3, 6, -8, 8, -3]]).gather(13)
 
 
 def test_as_few_bytes_move_as_there_need_to() -> None:
