@@ -19,14 +19,14 @@ from teraio import cli, phases
 from teraio.optimizer import OptimizerFacts
 from teraio.registry import REGISTRY
 
-from ..runtime.conftest import group
+from ..runtime.conftest import forking, forking_process, group
 from ..training import MIB, forget
 from .in_process import InProcessJob
 from .optimizer.managed_training import TieredTraining, Training
 from .optimizer.plain_training import SIZE
 from .rank_processes import Ranks
 
-__all__ = ["group"]
+__all__ = ["forking", "forking_process", "group"]
 
 
 @pytest.fixture(autouse=True)

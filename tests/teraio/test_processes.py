@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,11 +15,9 @@ import pytest
 import safetensors.torch
 import torch
 
-import teraio
-
+from ..runtime.processes import Forking, Process
 from ..thoroughness import by_profile
 
-ROOT = Path(teraio.__file__).parents[1]
 TRAIN = """
 import sys, torch, teraio
 torch.set_num_threads(1)
@@ -52,7 +47,7 @@ library.pthread_mutex_lock(mutex)  # waits for ever in C, as in a collective who
 """
 )
 FITS_NOWHERE = """
-import os, sys, torch, teraio
+import os, signal, sys, torch, teraio
 begin, end = (int(each) for each in sys.argv[2:])
 options = dict(memory_budget="24MiB", storage=sys.argv[1], codegen="eager", plan_cache="read-write")
 os.chdir(sys.argv[1])
@@ -64,7 +59,7 @@ class Drive:
     def write(self, content):
         if self.file.tell() > self.holds_bytes:
             print("half", flush=True)
-            sys.stdin.read()
+            signal.pause()
         return self.file.write(content)
 
 with teraio.under_budget(**options) as tiers:
@@ -87,7 +82,8 @@ for number in range(begin, end):
     os.replace("next.pt", "last.pt")
 """
 UNTIL_PLANNING = (
-    TRAIN
+    "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))"
+    + TRAIN
     + """
 while teraio.status()[0].phase != "planning":
     step()
@@ -99,54 +95,29 @@ print(planners[0].pid, flush=True)
 """
 )
 
-Start = Callable[..., subprocess.Popen[str]]
+Start = Callable[..., Process]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a process that runs `code`, below limits of the shell if there are any."""
-    running: list[subprocess.Popen[str]] = []
+def start(forking: Forking, tmp_path: Path) -> Start:
+    """Starts a process that runs `code`, with the test's folder as its first argument."""
 
-    def begin(code: str, *arguments: str, limits: str = ":") -> subprocess.Popen[str]:
-        code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + code  # ignored in jobs of a shell
-        command = [
-            "sh",
-            "-c",
-            f'{limits}; exec "$@"',
-            "sh",
-            sys.executable,
-            "-X",
-            "faulthandler",
-            "-c",
-            code,
-            str(tmp_path),
-            *arguments,
-        ]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-        running.append(process)
-        return process
+    def begin(code: str, *arguments: str) -> Process:
+        return forking.start(code, tmp_path, *arguments, XDG_CACHE_HOME=str(tmp_path / "cache"))
 
-    yield begin
-    for process in running:
-        process.kill()
-        process.communicate()
+    return begin
 
 
-def wait_until_it_trains(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None and process.stderr is not None
+def wait_until_it_trains(process: Process) -> None:
     line = process.stdout.readline()
-    assert line == "trains\n", process.stderr.read()
+    assert line == "trains\n", process.errors.read_text()
 
 
-def interrupted(process: subprocess.Popen[str]) -> str:
-    """Press Ctrl-C, and again where PyTorch has swallowed it. Return what the process wrote: where it is, if it hangs."""
-    for number in (signal.SIGINT, signal.SIGINT, signal.SIGINT, signal.SIGABRT):
-        process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=60)[1]
-    raise AssertionError("not even SIGABRT ends it")
+def ends_within(process: Process, seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while (running := psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not running
 
 
 def test_a_training_that_is_killed_or_interrupted_leaves_no_file(start: Start, tmp_path: Path) -> None:
@@ -156,12 +127,15 @@ def test_a_training_that_is_killed_or_interrupted_leaves_no_file(start: Start, t
         process = start(FOR_EVER)
         wait_until_it_trains(process)
         time.sleep(chance.uniform(0, 0.3))
-        process.kill()
+        process.signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL and not list(tmp_path.iterdir())
     process = start(FOR_EVER)
     wait_until_it_trains(process)
-    errors = interrupted(process)
-    assert errors.rstrip().endswith("KeyboardInterrupt") and process.returncode in (1, -signal.SIGINT)
+    for _ in range(3):  # again where PyTorch has swallowed it
+        process.signal(signal.SIGINT)
+        if ends_within(process, 60):
+            break
+    assert process.wait() in (1, -signal.SIGINT) and process.errors.read_text().rstrip().endswith("KeyboardInterrupt")
     assert not list(tmp_path.iterdir())
 
 
@@ -171,13 +145,14 @@ def test_a_kill_amid_a_save_of_a_model_that_fits_nowhere_leaves_the_last_checkpo
     model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(8)])
     safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
     process = start(FITS_NOWHERE, "0", "50")
-    assert process.stdout is not None
     lines = list(itertools.takewhile(lambda line: line != "half\n", process.stdout))
-    process.kill()
+    process.signal(signal.SIGKILL)
+    process.wait()
     killed = len(lines) - 1
     assert lines[-1] == f"{killed} planned True\n" and (tmp_path / "next.pt").exists()
-    output, errors = start(FITS_NOWHERE, str(killed), str(killed + 2)).communicate()
-    assert output == f"{killed} planned True\n{killed + 1} planned True\n", errors
+    process = start(FITS_NOWHERE, str(killed), str(killed + 2))
+    output, status = process.stdout.read(), process.wait()
+    assert (status, output) == (0, f"{killed} planned True\n{killed + 1} planned True\n"), process.errors.read_text()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(killed + 2):
         model(torch.randn(16, 1024, generator=torch.Generator().manual_seed(number))).square().mean().backward()
@@ -190,18 +165,18 @@ def test_a_kill_amid_a_save_of_a_model_that_fits_nowhere_leaves_the_last_checkpo
 def test_sigterm_leaves_no_file_and_does_not_wait_for_c_code(start: Start, tmp_path: Path) -> None:
     process = start(BLOCKED)
     wait_until_it_trains(process)
-    assert process.stdout is not None and process.stdout.readline() == "blocked\n"
-    process.terminate()
-    assert process.wait(timeout=20) == -signal.SIGTERM
+    assert process.stdout.readline() == "blocked\n"
+    process.signal(signal.SIGTERM)
+    assert ends_within(process, 20) and process.wait() == -signal.SIGTERM
     assert not list(tmp_path.iterdir())
 
 
 def test_the_interpreter_ends_while_a_plan_is_made(start: Start, tmp_path: Path) -> None:
     """And it has few descriptors, and may lock no memory."""
-    process = start(UNTIL_PLANNING, limits="ulimit -n 64; ulimit -l 0")
-    output, errors = process.communicate()
-    assert process.returncode == 0, errors
-    assert "Traceback" not in errors
+    process = start(UNTIL_PLANNING)
+    output, status = process.stdout.read(), process.wait()
+    errors = process.errors.read_text()
+    assert status == 0 and "Traceback" not in errors, errors
     planner = int(output.splitlines()[-1])
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(planner).wait(timeout=300)
