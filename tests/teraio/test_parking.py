@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,16 +54,27 @@ def parking_step(training: Training, batch: Tensor, index: int) -> None:
     training.update()
 
 
+def trained(folder: Path, how: str, step: Callable[[Training, Tensor, int], None]) -> tuple[str, list[Tensor]]:
+    """The phase at the end, and the weights."""
+    training = training_in(folder, how)
+    torch.manual_seed(1)
+    training.run(random_rows(12), functools.partial(step, training), planned=True)
+    return training.progress[-1][0].phase, list(training.finish().values())
+
+
+@pytest.fixture(scope="module")
+def never_parked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensor, ...]:
+    """The weights of a training without plan and parking: nobody changes them."""
+    phase, weights = trained(tmp_path_factory.mktemp("never parked"), "fits", mean_square_step)
+    assert phase == "fits"
+    return tuple(weights)
+
+
 @pytest.mark.parametrize("how", BUDGETS)
-def test_bits_are_those_of_a_training_that_never_parks(tmp_path: Path, how: str) -> None:
-    found = []
-    for step in (mean_square_step, parking_step):
-        training = training_in(tmp_path, how)
-        torch.manual_seed(1)
-        training.run(random_rows(12), functools.partial(step, training), planned=True)
-        assert training.progress[-1][0].phase == ("fits" if how == "fits" else "planned")
-        found.append(list(training.finish().values()))
-    assert not unequal(*found)
+def test_bits_are_those_of_a_training_that_never_parks(tmp_path: Path, how: str, never_parked: tuple[Tensor, ...]) -> None:
+    phase, found = trained(tmp_path, how, parking_step)
+    assert phase == ("fits" if how == "fits" else "planned")
+    assert not unequal(found, never_parked)
 
 
 def test_training_goes_on_by_the_same_plan_also_after_evaluations(tmp_path: Path) -> None:
