@@ -362,7 +362,7 @@ def rollout(run: Run, x: Tensor, index: int) -> None:
 def generate(run: Run, x: Tensor, index: int) -> None:
     """More passes without gradients than are recorded, and an update."""
     with torch.no_grad():
-        for _ in range(70):
+        for _ in range(66):
             x = run.model(x)
     one_update(run, x, index)
 

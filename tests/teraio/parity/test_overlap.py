@@ -61,7 +61,6 @@ def grouped(variant: str, planned: bool) -> Case:
 
 
 ROWS: dict[str, tuple[Case, float, int]] = {
-    "AdamW by a plan": (net("AdamW", 4, True), 0.3, 0),
     "momentum": (net("SGD momentum", 4, False), 0.3, 0),
     "groups and schedulers, tied weights, by a plan": (grouped("tied", True), 0.45, 0),
     "groups and schedulers, frozen weights": (grouped("frozen", False), 0.45, 0),

@@ -187,7 +187,7 @@ class Row:
 
 def own(step: Any, steps: int, make: Any = no_optimizers, deviations: int | None = None) -> Row:
     return Row(
-        case=small(make, step=step, steps=steps, layers=4, planned=True),
+        case=small(make, step=step, steps=steps, layers=3, planned=True),
         states=0,
         fraction=0.6,
         check=lambda result: followed(result) and deviations in (None, result.status.deviations),
@@ -196,8 +196,8 @@ def own(step: Any, steps: int, make: Any = no_optimizers, deviations: int | None
 
 ROWS = {
     "thirty percent of the peak": Row(
-        case=small("AdamW", layers=6, planned=True, steps=8),
-        states=20,
+        case=small("AdamW", layers=4, planned=True, steps=8),
+        states=13,
         fraction=0.3,
         options={"debug": True},
         check=lambda result: result.status.deviations <= 1,

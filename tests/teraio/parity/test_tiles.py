@@ -14,7 +14,7 @@ from .harness import MIB, Batch, Case, Run, budgeted_options, check_budget, chec
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick")
 
-CLASSES, WIDTH, LAYERS = 4096, 64, 8
+CLASSES, WIDTH, LAYERS = 4096, 64, 3
 ABOVE = 20 * MIB
 """What the head needs is more, and that of another layer less."""
 
@@ -57,7 +57,7 @@ def case(*, tiles: int | str, tied: bool = False, planned: bool = False) -> Case
     )
 
 
-@pytest.mark.parametrize(("codegen", "tied"), [("eager", False), ("eager", True), ("inductor", False)])
+@pytest.mark.parametrize(("codegen", "tied"), [("eager", True), ("inductor", False)])
 def test_tiles_have_the_same_bits_with_and_without_a_budget(codegen: str, tied: bool, tmp_path: Path) -> None:
     """And are followed by a plan. The gradient of the head waits in lower tiers between two tiles that add to it."""
     check_parity(case(tiles=ABOVE, tied=tied, planned=True), tmp_path, codegen=codegen, fraction=0.02)
@@ -79,11 +79,9 @@ def test_a_loss_that_is_too_large_for_the_budget_runs_in_tiles(tmp_path: Path) -
     # With room for all of it, nothing runs in tiles.
     roomy = train(case(tiles="auto"), options=budgeted_options(case(tiles="auto"), tmp_path, budget=6 * whole.smallest_bytes))
     check_exact(roomy, train(case(tiles="off"), options={"codegen": "eager", "storage": str(tmp_path)}))
+    less = budgeted_options(case(tiles="auto"), tmp_path, budget=(found.status.floor_bytes or 0) - 1)
     with pytest.raises(teraio.BudgetError):
-        refused("auto")
-        train(
-            case(tiles="auto"), options=budgeted_options(case(tiles="auto"), tmp_path, budget=(found.status.floor_bytes or 0) - 1)
-        )
+        train(case(tiles="auto"), options=less)
 
 
 def test_a_backward_pass_in_tiles_can_run_twice(tmp_path: Path) -> None:
