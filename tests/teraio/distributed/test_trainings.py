@@ -87,9 +87,8 @@ SEVERAL: dict[str, Any] = {"passes": 2, "clip": True}
 
 ROWS = {
     "DDP, views of buckets": replicated(run=partial(ddp, settings={"gradient_as_bucket_view": True}, born=True), buckets=True),
-    "DDP, several passes and clipping": replicated(run=partial(ddp, no_sync=no_sync, **SEVERAL)),
     # A plan could update there, and replicas would drift apart.
-    "DDP over a host tier": replicated(run=ddp, tier=ON_HOST),
+    "DDP over a host tier, several passes and clipping": replicated(run=partial(ddp, no_sync=no_sync, **SEVERAL), tier=ON_HOST),
     "FSDP2, several passes and clipping": shared_out(run=partial(fsdp, born=True, **SEVERAL)),
     "tensors by columns and rows": cut(run=partial(tensor_parallel, sequence=False)),
     "tensors gathered in the graph": cut(run=gathered_in_the_graph, budget=18 * MIB),

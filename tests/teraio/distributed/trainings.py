@@ -27,7 +27,7 @@ from runtime.paging import holder_of
 from ...training import MIB, PLAN_SECONDS, blocks, compiled, forget, known_blocks, require
 
 ROWS, WIDTH, WIDE = 8, 512, 1024
-STEPS = 10
+STEPS = 8
 """Enough to compile (1), profile (1), hear of other ranks (3), and follow their plan (2)."""
 
 Options = Mapping[str, Any] | None
