@@ -14,7 +14,7 @@ from hypothesis import settings
 
 os.environ["TERAIO_PLAN_CACHE"] = "off"
 
-settings.register_profile("ci", max_examples=25, deadline=None)
+settings.register_profile("ci", max_examples=15, deadline=None)
 settings.register_profile("long", max_examples=300, deadline=None)
 settings.load_profile(os.environ.get("TEST_PROFILE", "ci"))
 

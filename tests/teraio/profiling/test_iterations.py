@@ -335,7 +335,7 @@ def test_microbatches_of_other_sizes_follow_one_plan(tmp_path: Path) -> None:
             training.optimizers[0].zero_grad()
 
         sizes = random.Random(0)
-        training.run([tuple(sizes.choices(range(2, 1000), k=3)) for _ in range(16)], step, planned=True)  # type: ignore[arg-type,misc]
+        training.run([tuple(sizes.choices(range(2, 1000), k=3)) for _ in range(10)], step, planned=True)  # type: ignore[arg-type,misc]
         return training
 
     training = train({"storage": tmp_path, "profile_iterations": 1, "memory_budget": BUDGET_BYTES})
