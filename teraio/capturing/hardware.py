@@ -105,8 +105,10 @@ class MachineDescription(FrozenModel):
         if self.gpu is not None and self.peak(kernel.dtype) == self.flops_per_second["float32"]:
             rate *= _WITHOUT_TENSOR_CORES
         arithmetic = kernel.flops / rate
-        if self.gpu is not None and kernel.result:
-            arithmetic = self._tiled_seconds(kernel, rate, self.gpu.multiprocessors)
+        if self.gpu is not None:
+            arithmetic *= kernel.whole_tiles
+            if kernel.result:
+                arithmetic = self._tiled_seconds(kernel, rate, self.gpu.multiprocessors)
         memory = self.memory_bytes_per_second * self.memory_efficiency
         if kernel.kind == "operator" or not (self.cache_bytes and self.cache_bytes_per_second):
             return arithmetic, kernel.touched_bytes / memory, 0.0

@@ -93,7 +93,8 @@ KernelKind = Literal["product", "attention", "attention backward", "fused", "ope
 class Kernel:
     """One kernel. flops: floating-point operations of matmuls, convolutions and attention. dtype: of their inputs. touched_bytes:
     read and written. result: of a product, its matrices, rows and columns; () if that is not known. of_forward: whether it is
-    one of the forward pass; in a backward graph such a kernel runs again."""
+    one of the forward pass; in a backward graph such a kernel runs again. whole_tiles: what a GPU's attention computes, over its
+    operations, where tiles are longer than what is left of the rows."""
 
     flops: float
     dtype: torch.dtype
@@ -101,6 +102,7 @@ class Kernel:
     kind: KernelKind = "operator"
     result: tuple[int, ...] = ()
     of_forward: bool = False
+    whole_tiles: float = 1.0
 
     @property
     def model_flops(self) -> float:
@@ -191,9 +193,11 @@ def _heavy(
     """Return the kernel of a matmul, a convolution or attention, by the names of its arguments."""
     name = base_name(operator)
     if name.startswith("_scaled_dot_product"):
-        rows = known_size(arguments["query"].shape[-2])
+        rows, columns = (known_size(arguments[name].shape[-2]) for name in ("query", "key"))
+        kind: KernelKind = "attention backward" if "backward" in name else "attention"
+        whole = _tiles(rows) * _tiles(columns) * _ATTENTION_ROWS**2 / (rows * columns)
         share = _causal_share(rows) if arguments.get("is_causal") else 1.0
-        return Kernel(operations * share, dtype, touched, "attention backward" if "backward" in name else "attention")
+        return Kernel(operations * share, dtype, touched, kind, whole_tiles=whole)
     first = next(fake_tensors(result), None)
     if first is None or first.ndim < 2 or "backward" in name:
         return Kernel(operations, dtype, touched, "product")
@@ -208,8 +212,11 @@ _ATTENTION_ROWS = 128  # of queries, and of keys, that a block of a fused kernel
 
 def _causal_share(rows: int) -> float:
     """Return the share of the products that causal attention computes: tiles on and below the diagonal."""
-    tiles = -(-rows // _ATTENTION_ROWS)
-    return (tiles + 1) / (2 * tiles)
+    return (_tiles(rows) + 1) / (2 * _tiles(rows))
+
+
+def _tiles(rows: int) -> int:
+    return -(-rows // _ATTENTION_ROWS)
 
 
 # Operators that take of their first argument the sizes only, or overwrite it without reading it.

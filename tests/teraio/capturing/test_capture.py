@@ -20,7 +20,7 @@ import planner
 import teraio
 from runtime.execution import Program
 from teraio.capturing import GpuModel, MachineDescription, capture, hardware, known_machines, pretended_gpu
-from teraio.stages import Kernel, StageCompiler, gpu_speed, speed_of
+from teraio.stages import Kernel, StageCompiler, gpu_speed, operator_kernel, speed_of
 
 from ..conftest import RunCommand
 from ..optimizer.test_own_optimizers import Mixed
@@ -264,6 +264,24 @@ def test_layers_take_the_published_time(
     converting = of_gradients * machine.costs(ONE_BYTE)[1]
     forward, backward = (machine.stage_seconds(each) for each in kernels)
     assert (forward, backward + converting) == (pytest.approx(published[0], rel=0.03), pytest.approx(published[1], rel=0.03))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_computes_whole_tiles(causal: bool) -> None:
+    """257 rows, as of a vision transformer with patches of 14, take as long as 384; the model's operations do not grow."""
+    machine = MachineDescription.load("rtx4090")
+
+    def attention(rows: int) -> Kernel:
+        heads = torch.empty(8, 16, rows, 64, dtype=torch.bfloat16, device="meta")
+        operator = torch.ops.aten._scaled_dot_product_flash_attention.default
+        arguments = {"query": heads, "key": heads, "value": heads, "dropout_p": 0.0, "is_causal": causal}
+        kernel = operator_kernel(operator, arguments, operator(*arguments.values()))
+        assert kernel is not None
+        return kernel
+
+    short, long = attention(257), attention(384)
+    assert machine.costs(short)[0] == pytest.approx(machine.costs(long)[0])
+    assert short.model_flops == pytest.approx(long.model_flops * (257 / 384) ** 2)
 
 
 @pytest.mark.parametrize(
