@@ -24,6 +24,7 @@ import math
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -137,12 +138,13 @@ def _elements(node: Node) -> int:
     return math.prod(size for size, stride in zip(value.shape, value.stride(), strict=True) if stride)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Region:
     """Operators that can run for a part of the rows. product: the one that it begins with: of large values, the first.
 
     inside: the operators that may be in it. members: in the order of the graph, how each computes a part; None for what takes
-    one of several results. where: where the rows lie in their results; the other members are sums over rows.
+    one of several results. where: where the rows lie in their results; the other members are sums over rows. large: those whose
+    results are large because they have all rows.
     """
 
     product: Node
@@ -150,8 +152,9 @@ class _Region:
     inside: Collection[Node]
     members: Mapping[Node, Part | None]
     where: Mapping[Node, Rows]
+    large: Sequence[Node]
 
-    @property
+    @cached_property
     def exits(self) -> list[Node]:
         """Those whose results others take: operators `inside`, or who runs the graph. Others have constants of their own."""
         return [
@@ -172,17 +175,16 @@ class _Region:
         )
         return agree and all(isinstance(v := node.meta.get("val"), torch.Tensor) and v.is_contiguous() for node in self.exits)
 
-    @property
-    def large(self) -> list[Node]:
-        """Those whose results are large because they have all rows."""
-        return [node for node in self.members if node in self.where and 2 * _elements(node) >= _elements(self.product)]
+    @cached_property
+    def storages(self) -> Mapping[Node, object]:
+        """The storage of each result."""
+        return storages_of(list(self.members))
 
     @property
     def recomputed(self) -> list[Node]:
         """What is large and not a result, or the product itself: the backward pass computes it again, in tiles."""
-        storages = storages_of(list(self.members))
-        results = {storages[node] for node in self.exits} - {storages[self.product]}
-        return [node for node in self.large if storages[node] not in results]
+        results = {self.storages[node] for node in self.exits} - {self.storages[self.product]}
+        return [node for node in self.large if self.storages[node] not in results]
 
     @property
     def stay_bytes(self) -> int:
@@ -199,8 +201,7 @@ class _Region:
 
         1 if all of it needs no more than `above_bytes`, if all that is large is its results, or if tiles need more than half.
         """
-        storages = storages_of(list(self.members))
-        results = {storages[node] for node in self.exits}
+        storages, results = self.storages, {self.storages[node] for node in self.exits}
         if all(storages[node] in results for node in self.large):
             return 1
         # What a product makes or takes is in memory, and so is its gradient.
@@ -221,37 +222,37 @@ def _region(product: Node, inside: Collection[Node]) -> _Region | None:
     shape = shape_of(product)
     if shape is None:
         return None
-    least = math.prod(shape) // 2
-    spread = _Spread(shape[0])
+    spread = _Spread(shape[0], least=math.prod(shape) / 2)
     members = {product}
     count = 0
     while count != len(members):
         count = len(members)
-        large = {node for node in members if spread.goes_on(node, least) or node is product}
+        large = {node for node in members if spread.goes_on(node) or node is product}
         for node in inside:
             if node not in members and not any(source in large for source in node.all_input_nodes):
                 continue
             if is_getitem(node) or spread.reaches(node):
-                members.update([node, *spread.large_sources(node, least)])  # other operators make some, such as masks
-                if spread.goes_on(node, least):
+                members.update([node, *spread.large_sources(node)])  # other operators make some, such as masks
+                if spread.goes_on(node):
                     large.add(node)
             elif node in members:
                 return None  # what the tiles need is known only when all of them have run
         members |= _between(members, inside)
         members |= {user for node in members if node not in spread.where for user in node.users if is_getitem(user)}
     ordered = {node: spread.parts.get(node) for node in product.graph.nodes if node in members}
-    region = _Region(product, shape[0], inside, ordered, spread.where)
+    region = _Region(product, shape[0], inside, ordered, spread.where, [node for node in ordered if spread.is_large(node)])
     return region if region.is_whole else None
 
 
 class _Spread:
     """Where some rows lie in the values of a graph, as far as that is known by now, and how operators compute a part of them.
 
-    where: lacks sums over rows, which have a part.
+    where: lacks sums over rows, which have a part. least: numbers from which on a value is large.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, least: float) -> None:
         self._rows = rows
+        self._least = least
         self.where: dict[Node, Rows] = {}
         self.parts: dict[Node, Part] = {}
 
@@ -272,18 +273,22 @@ class _Spread:
             self.where.update((user, Rows(0)) for user in node.users if user.args[1] == 0)
         return True
 
-    def goes_on(self, node: Node, least: int) -> bool:
-        """Return whether a region has the operators that take the result of `node`: it is large, and no further product's."""
-        return node in self.where and _elements(node) >= least and not (is_creation(node) or is_heavy(node))
+    def is_large(self, node: Node) -> bool:
+        """Return whether the result of `node` is large because it has all rows."""
+        return node in self.where and _elements(node) >= self._least
 
-    def large_sources(self, node: Node, least: int) -> list[Node]:
+    def goes_on(self, node: Node) -> bool:
+        """Return whether a region has the operators that take the result of `node`: it is large, and no further product's."""
+        return self.is_large(node) and not (is_creation(node) or is_heavy(node))
+
+    def large_sources(self, node: Node) -> list[Node]:
         """Return those operators with so many elements that `node` takes by rows, and that can compute a part of these."""
         inputs = self.parts[node].inputs if node in self.parts else {}
         return [
             source
             for source, there in inputs.items()
             if source.op == "call_function"
-            and _elements(source) >= least
+            and _elements(source) >= self._least
             and (self.where.get(source) == there if source in self.parts else self._lie(source, there))
         ]
 
