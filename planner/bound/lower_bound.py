@@ -88,6 +88,7 @@ _INSTANTS_FIRST = 8  # for long iterations: a fifth of the time of 16, and often
 _INSTANTS_SHORT = 32  # for iterations of at most _SHORT_STAGES stages: there they cost little time, and 16 give a weak bound
 _SHORT_STAGES = 64
 _MARGIN = 1e-6
+_SECONDS = 10.0  # for each number of instants
 # Stages in which blocks are idle, summed over blocks and tiers, up to which blocks count as whole. More may take seconds to
 # solve.
 MAX_WHOLE = 32
@@ -98,7 +99,6 @@ def lower_bound_seconds(
     *,
     max_instants: int | None = None,
     max_whole: int = MAX_WHOLE,
-    time_limit_seconds: float = 10.0,
     threads: int = DEFAULT_THREADS,
     enough_seconds: float = inf,
 ) -> float:
@@ -108,14 +108,14 @@ def lower_bound_seconds(
     for short iterations; for others 8 and, if the bound is below `enough_seconds` then, 16. `max_whole`: up to how many stages of
     idle blocks, summed over blocks and tiers, blocks count as whole.
 
-    Waits for at most about `time_limit_seconds` for each number of instants, and no longer than planning may take. The simple
+    Waits for at most about ten seconds for each number of instants, and no longer than planning may take. The simple
     bound holds where the solver fails or does not finish: the sum of the stage durations, and the time to move over the links
     what must cross them.
     """
     updatable = problem.may_update_on_host
     saved = sum(subgroup.device_seconds for subgroup in updatable)
     best = max(problem.trace.ideal_seconds - saved, 0.0) if updatable else _simple_seconds(problem)
-    settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=0.0, threads=threads)
+    settings = SolverSettings(time_limit_seconds=_SECONDS, gap=0.0, threads=threads)
     if not updatable and (not problem.routes or problem.everything_fits):
         return best
     tried = (_INSTANTS_SHORT,) if problem.stage_count <= _SHORT_STAGES else (_INSTANTS_FIRST, _INSTANTS)

@@ -209,10 +209,6 @@ def copy_classes(
     )
 
 
-def _overlap(places: range, first: int, end: int) -> bool:
-    return max(places.start, first) < min(places.stop, end)
-
-
 def _windows(
     problem: Problem, periods: list[InactivePeriod], instants: Instants, update_stage: int | None, visits: Sequence[range]
 ) -> tuple[list[CopyWindow], frozenset[int]]:
@@ -234,6 +230,7 @@ def _windows(
         if final:
             before = last.before
         begin, end = instants.end_of(after), instants.start_of(before)
+        between = [range(after + 1 - turn, before + 1 - turn) for turn in (0, stages)]
         turns, begin_in_turn = divmod(begin, len(instants))
         windows.append(
             CopyWindow(
@@ -241,7 +238,7 @@ def _windows(
                 end=end - turns * len(instants),
                 adjacent=before == after + 1,
                 final=final,
-                visited=any(_overlap(places, after + 1 - turn, before + 1 - turn) for places in visits for turn in (0, stages)),
+                visited=any(max(p.start, b.start) < min(p.stop, b.stop) for p in visits for b in between),
             )
         )
         if update_stage in ((after,) if final else (after % stages, before % stages)):

@@ -146,15 +146,12 @@ class Problem:
         return {(period.block, period.after): index for index, period in enumerate(self.periods)}
 
     @cached_property
-    def _periods_by_block(self) -> dict[int, list[int]]:
+    def periods_of(self) -> dict[int, list[int]]:
+        """Period indices by block, for blocks that have some."""
         found: dict[int, list[int]] = {}
         for index, period in enumerate(self.periods):
             found.setdefault(period.block, []).append(index)
         return found
-
-    def periods_of(self, block: int) -> Sequence[int]:
-        """Return the indices of a block's periods."""
-        return self._periods_by_block.get(block, ())
 
     @cached_property
     def _host_only(self) -> frozenset[int]:

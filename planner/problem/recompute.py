@@ -252,15 +252,13 @@ class RerunPlaces:
 
     def together(self) -> Iterator[tuple[Recompute, ...]]:
         """Yield, for each backward stage, all groups that can run again there and make what is used from there on."""
+        groups = [self._trace.recompute[number] for number in self.alone]
+        until = {each.id: max(self._trace.blocks[block].uses[-1] for block in each.blocks) for each in groups}
         for stage in self._trace.stages:
             if stage.phase == "backward":
-                groups = (self._trace.recompute[number] for number in self.alone)
-                found = [each.id for each in groups if self._used_from(each, stage.id) and self._unchanged(each, stage.id)]
+                found = [each.id for each in groups if until[each.id] >= stage.id and self._unchanged(each, stage.id)]
                 if found:
                     yield self.in_order(dict.fromkeys(found, stage.id))
-
-    def _used_from(self, group: RecomputeGroup, stage: int) -> bool:
-        return any(self._trace.blocks[block].uses[-1] >= stage for block in group.blocks)
 
     def _first_use(self, group: RecomputeGroup) -> int | None:
         uses = [use for number in group.blocks for use in self._trace.blocks[number].uses if use > group.stage]

@@ -62,15 +62,10 @@ def _facets(points: set[tuple[float, float]]) -> Iterator[tuple[float, float]]:
             continue
         area = y * u - x * v
         a, b = (y - v) / area, (u - x) / area
-        if all(a * p + b * q <= 1 + _SAME for p, q in points) and not _collinear_between((x, y), (u, v), points, a, b):
-            yield a, b
-
-
-def _collinear_between(
-    left: tuple[float, float], right: tuple[float, float], points: set[tuple[float, float]], a: float, b: float
-) -> bool:
-    """Whether a further point lies on the same facet: it then yields the facet too, with one of the two."""
-    return any(left < (p, q) < right and a * p + b * q > 1 - _SAME for p, q in points)
+        if all(a * p + b * q <= 1 + _SAME for p, q in points):
+            # A further point on the same facet yields the facet too, with one of the two.
+            if not any((x, y) < (p, q) < (u, v) and a * p + b * q > 1 - _SAME for p, q in points):
+                yield a, b
 
 
 def max_min_rates(limits: Sequence[float], groups: Sequence[tuple[float, Sequence[int]]]) -> list[float]:

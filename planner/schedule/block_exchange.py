@@ -119,7 +119,7 @@ def _copied_earlier(problem: Problem, decisions: Decisions, index: int) -> Itera
     """The block leaves and comes back in an earlier period, too."""
     period = problem.periods[index]
     starts = {each: decision.start for each, decision in decisions.items()}
-    for other in problem.periods_of(period.block):
+    for other in problem.periods_of[period.block]:
         earlier = problem.periods[other]
         if other not in decisions and earlier.epoch == period.epoch and earlier.rank < period.rank:
             changed = _leaving(problem, decisions, other, decisions[index].tier)

@@ -79,7 +79,7 @@ def _move(problem: Problem, decisions: Decisions, index: int, tier: WaitingTier)
     """Change the tier of a period, and of all others that share its copies out."""
     period = problem.periods[index]
     old = decisions[index].tier
-    for other in [each for each in problem.periods_of(period.block) if each in decisions]:
+    for other in [each for each in problem.periods_of[period.block] if each in decisions]:
         same = problem.periods[other].epoch == period.epoch and not period.read_only
         if other == index or (same and decisions[other].tier == old):
             decisions[other] = replace(decisions[other], tier=tier)

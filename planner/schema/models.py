@@ -75,6 +75,7 @@ def check_ids(owner: str, ids: tuple[int, ...], count: int, what: str) -> None:
             raise ValueError(f"{owner} refers to {what} {identifier}; there are {count} ({what} ids are 0 to {count - 1})")
 
 
+_MOST_PROBLEMS = 5  # of one file that a message names
 _MAX_PROBLEM_CHARACTERS = 300  # characters of one problem, or of one field's path, in a message
 
 _short = reprlib.Repr()
@@ -106,10 +107,10 @@ def field_path(keys: Iterable[object]) -> str:
     return printable(".".join(map(str, keys)), most=_MAX_PROBLEM_CHARACTERS) or "file"
 
 
-def describe(problem: ValidationError, *, limit: int = 5) -> str:
-    """Return the first `limit` problems of a validation error, each with the path of its field, in one line."""
+def describe(problem: ValidationError) -> str:
+    """Return the first problems of a validation error, each with the path of its field, in one line."""
     parts = []
-    for entry in problem.errors(include_url=False, include_input=False)[:limit]:
+    for entry in problem.errors(include_url=False, include_input=False)[:_MOST_PROBLEMS]:
         parts.append(f"{field_path(entry['loc'])}: {printable(entry['msg'], most=_MAX_PROBLEM_CHARACTERS)}")
-    more = problem.error_count() - limit
+    more = problem.error_count() - _MOST_PROBLEMS
     return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")

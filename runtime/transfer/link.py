@@ -52,8 +52,9 @@ class Link:
     threads: I/O threads per drive, but at most _MAX_THREADS in all.
     chunk_bytes: the smallest size of a chunk, except for the end of an extent.
     stuck_after_seconds: a chunk that takes longer is an error, see `check`.
-    health_check_seconds: seconds between two calls of `check` by a thread that waits for a transfer or for the end.
     """
+
+    health_check_seconds = 1.0  # between two calls of `check` by a thread that waits for a transfer or for the end
 
     def __init__(
         self,
@@ -64,11 +65,9 @@ class Link:
         threads: int,
         chunk_bytes: int,
         stuck_after_seconds: float,
-        health_check_seconds: float = 1.0,
         is_there: IsThere | None = None,
     ) -> None:
         self.name = name
-        self.health_check_seconds = health_check_seconds
         self._process = os.getpid()
         self._move = move
         self._is_there = is_there

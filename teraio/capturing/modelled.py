@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,26 +20,24 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 import planner
-from runtime.device import MIN_MOVED_BYTES, Span, WallMark
+from runtime.device import MIN_MOVED_BYTES, CpuDevice, Span, WallMark
 from runtime.paging import Block, NullMover
 from teraio.machine import Machine, ResolvedBudgets
 from teraio.optimizer import HostRates, OptimizerFacts
 from teraio.stages import Kernel, base_name, operator_kernel
 
 
-class ModelledDevice:
+class ModelledDevice(CpuDevice):
     """A `Device` on which work takes the seconds that `advance` is told. Also the `MeasuredMemory` of its stages.
 
     now_seconds: the seconds of all work so far. allocated_bytes: 0, as everything counts from there. peak_bytes: what the stage
     that ran last has allocated, as `allocate` was told.
     """
 
-    asynchronous = False
-    pieces = None
-    retries = 0  # nothing is allocated
     allocated_bytes = 0
 
     def __init__(self) -> None:
+        super().__init__()
         self.now_seconds = 0.0
         self.peak_bytes = 0
 
@@ -54,30 +52,8 @@ class ModelledDevice:
         """Some work was done, which takes so long."""
         self.now_seconds += seconds
 
-    def region(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def mark(self) -> WallMark:
         return WallMark(self.now_seconds)
-
-    def synchronize(self) -> None:
-        """Return at once: what was asked for has been done."""
-
-    def keep_until_computed(self, storage: torch.UntypedStorage) -> None:
-        """Do nothing: no memory is freed."""
-
-    def try_memory(self, size_bytes: int) -> None:
-        """Do nothing: there always is some."""
-
-    def give_back_memory(self) -> None:
-        """Do nothing: nothing is allocated."""
-
-    def trim(self, spare_bytes: int) -> None:
-        """Do nothing: nothing is kept for reuse."""
-
-    def external_bytes(self, known_bytes: int) -> int:
-        """Return 0: all memory is that of blocks."""
-        return 0
 
 
 class ResidentMover(NullMover):
