@@ -318,17 +318,13 @@ def _best_schedule(
 
 
 def _copy_costs(problem: Problem, decisions: Decisions) -> dict[int, float]:
-    """Return the seconds that each move costs, by period."""
-    copied_out = copies_out(problem, decisions)
-    return {index: _cost(problem, index, decision, out=index in copied_out) for index, decision in decisions.items()}
-
-
-def _cost(problem: Problem, index: int, decision: Decision, *, out: bool) -> float:
-    """Seconds of the copy in. For a final period, which has none, seconds of the copy out."""
-    route, period = problem.route(decision.tier), problem.periods[index]
-    if period.final:
-        return route.outward.seconds(period.size_bytes) if out else 0.0
-    return route.inward.seconds(period.size_bytes)
+    """Return the seconds of each copy in, by period; those of the copy out for a final period, which has no copy in."""
+    copied_out, costs = copies_out(problem, decisions), dict.fromkeys(decisions, 0.0)
+    for index, decision in decisions.items():
+        route, period = problem.route(decision.tier), problem.periods[index]
+        if not period.final or index in copied_out:
+            costs[index] = (route.outward if period.final else route.inward).seconds(period.size_bytes)
+    return costs
 
 
 def around_user_code(best: ReplayedPlan) -> ReplayedPlan:

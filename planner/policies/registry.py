@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from planner.errors import BudgetError, InfeasiblePlanError, OptionsError, PlanError
 from planner.ilp import MAX_INTEGER_STAGES
-from planner.policies.optimise import Task, optimise
+from planner.policies.optimise import Task, exact_candidates, optimise
 from planner.policies.predictions import iteration_seconds, lower_bound_of, with_bound, with_lower_bound, with_predictions
 from planner.policies.published import (
     all_on_host,
@@ -17,12 +17,12 @@ from planner.policies.published import (
     zero_infinity_decisions,
 )
 from planner.policies.rerun_search import best_recomputation, checkpointed
-from planner.policies.stretches import planned_by_stretch
 from planner.problem import (
     DEFAULT_GAP,
     DEFAULT_THREADS,
     DEFAULT_TIME_LIMIT_SECONDS,
     DEFAULT_WRITE_WEIGHT,
+    Decision,
     Decisions,
     Problem,
     SolverSettings,
@@ -30,6 +30,7 @@ from planner.problem import (
     folded,
     host_updatable,
     out_of_time,
+    repeats_of,
     spelled_out,
     time_limit,
 )
@@ -37,6 +38,7 @@ from planner.schedule import evict_furthest
 from planner.schema import Budgets, Plan, Trace
 
 _BOUND_SECONDS = 10.0  # of processor time, for the bound of a plan that is made
+WHOLE_STAGES = 500  # longer iterations take so long to plan as a whole that less would be found
 _AT_THE_BOUND = 1 + 1e-9  # a plan within this factor of the lower bound cannot be beaten
 
 Policy = Callable[[Trace, Budgets, SolverSettings], Plan]
@@ -120,13 +122,17 @@ def _carried_over(trace: Trace, budgets: Budgets, incumbent: Plan) -> Iterator[P
     for each in tried:
         given = incumbent.model_copy(update={"trace_fingerprint": trace.fingerprint, "budgets": each})
         try:
-            derived, plan = spelled_out(trace, given)
-            plan = plan.model_copy(update={"trace_fingerprint": derived.fingerprint})
-            on_host = [update.subgroup for update in plan.updates if update.where == "host"]
-            made = with_predictions(Problem.of(derived, each, on_host), plan)
-            yield folded(trace, incumbent.recompute, made)
+            problem, plan = _problem_of(trace, each, given)
+            plan = plan.model_copy(update={"trace_fingerprint": problem.source.fingerprint})
+            yield folded(trace, incumbent.recompute, with_predictions(problem, plan))
         except (BudgetError, InfeasiblePlanError, PlanError):
             continue
+
+
+def _problem_of(trace: Trace, budgets: Budgets, plan: Plan) -> tuple[Problem, Plan]:
+    """Return the problem with the plan's re-runs and updates on the host, and the plan for it."""
+    derived, plan = spelled_out(trace, plan)
+    return Problem.of(derived, budgets, [update.subgroup for update in plan.updates if update.where == "host"]), plan
 
 
 def _within(own: Budgets, given: Budgets) -> bool:
@@ -138,9 +144,38 @@ def _within(own: Budgets, given: Budgets) -> bool:
 def _optimised(name: str, make: Callable[[Trace, Budgets, Task], Plan]) -> Policy:
     def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         task = Task(policy=name, settings=settings, rivals=tuple(HEURISTICS.values()))
-        return planned_by_stretch(trace, budgets, task, make) or make(trace, budgets, task)
+        return _by_stretch(trace, budgets, task, make) or make(trace, budgets, task)
 
     return policy
+
+
+def _by_stretch(trace: Trace, budgets: Budgets, task: Task, make: Callable[[Trace, Budgets, Task], Plan]) -> Plan | None:
+    """Return the plan of the short iteration that `make` makes, laid out over the whole one and made exact there.
+
+    See [Note: iterations that repeat] in `planner.problem.repeats`. None for short iterations, for those in which nothing
+    repeats, and where the plan does not fit the whole iteration. Raises BudgetError and InfeasiblePlanError as `make` does.
+    """
+    repeats = repeats_of(trace) if len(trace.stages) > WHOLE_STAGES else None
+    if repeats is None:
+        return None
+    short = make(repeats.short, budgets, task)
+    try:
+        laid_out = repeats.laid_out(short)
+        problem, plan = _problem_of(trace, budgets, laid_out)
+        decisions = {
+            problem.period_after[move.block, move.after]: Decision(
+                tier=move.tier,
+                leave=move.after if move.offload is None else move.offload.start,
+                start=move.before if move.prefetch is None else move.prefetch.start,
+            )
+            for move in plan.moves
+            if (move.block, move.after) in problem.period_after  # gradients of updates on the host have no period
+        }
+        best = min(exact_candidates(problem, decisions, task.settings.write_weight), key=lambda candidate: candidate.cost)
+    except (InfeasiblePlanError, PlanError):
+        return None
+    made = best.plan.model_copy(update={"policy": task.policy, "solver": short.solver})
+    return folded(trace, laid_out.recompute, with_predictions(problem, made, best.timeline))
 
 
 def _ilp(trace: Trace, budgets: Budgets, task: Task) -> Plan:

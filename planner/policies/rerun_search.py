@@ -7,7 +7,7 @@ candidates, so a plan is never slower than without recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -134,11 +134,7 @@ class _Search:
         self._keep_better((), self._draft)
         usable = self.places.usable
         self._try(self.places.of(whole_layers(self.trace, usable)))
-        worse = 0
-        for groups in by_kind(self.trace, usable):
-            worse = 0 if self._try(self.places.of(groups)) else worse + 1
-            if worse == self.effort.worse_kinds:
-                break
+        self._try_until_worse(by_kind(self.trace, usable))
         if self.best is not before:
             self._finish(self._refined())
         return True
@@ -156,12 +152,7 @@ class _Search:
         start = round(len(layers) * recompute_seconds(self.trace, before.recompute) / every) if every else 0
         for spaced in (False, True):
             for counts in (range(start, len(layers) + 1), range(start - 1, 0, -1)):
-                worse = 0
-                for count in counts:
-                    chosen = (each for n, each in enumerate(layers) if _is_one_of(n, count, len(layers), spaced=spaced))
-                    worse = 0 if self._try(self.places.of(frozenset[int]().union(*chosen))) else worse + 1
-                    if worse == self.effort.worse_kinds:
-                        break
+                self._try_until_worse(frozenset[int]().union(*_some_of(layers, count, spaced=spaced)) for count in counts)
         if self.best is not before:
             self._finish(self._refined())
         return True
@@ -258,6 +249,14 @@ class _Search:
         self._tried.add(chosen)
         return self._keep_better(chosen, self._draft)
 
+    def _try_until_worse(self, sets: Iterable[frozenset[int]]) -> None:
+        """Try sets of groups in turn, until some in a row are no better."""
+        worse = 0
+        for groups in sets:
+            worse = 0 if self._try(self.places.of(groups)) else worse + 1
+            if worse == self.effort.worse_kinds:
+                return
+
     def _finish(self, task: Task, untried: Iterable[tuple[Recompute, ...]] = ()) -> None:
         """Plan the best re-runs by `task`, and keep the better plan. Where nothing was planned so far: the `untried` ones."""
         for chosen in (self.best.recompute,) if self.best is not None else untried:
@@ -311,6 +310,7 @@ def _seconds(trace: Trace, groups: Iterable[int]) -> float:
     return sum(trace.recompute[number].duration_seconds for number in groups)
 
 
-def _is_one_of(number: int, count: int, of: int, *, spaced: bool) -> bool:
-    """Whether a number is among `count` of the numbers from 0 to `of`: the first ones, or evenly spaced ones."""
-    return (number + 1) * count // of > number * count // of if spaced else number < count
+def _some_of(layers: Sequence[frozenset[int]], count: int, *, spaced: bool) -> Iterable[frozenset[int]]:
+    """Return `count` of the layers: the first ones, or evenly spaced ones."""
+    of = len(layers)
+    return (each for n, each in enumerate(layers) if (n + 1) * count // of > n * count // of) if spaced else layers[:count]

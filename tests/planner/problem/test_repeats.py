@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner import Budgets, Trace, floor, plan, simulate
-from planner.policies import stretches
+from planner.policies import registry
 from planner.problem import live_bytes, repeats_of
 from tests.planner.traces import hand, layers, microbatches
 
@@ -47,7 +47,7 @@ def test_the_plan_of_the_short_iteration_holds_for_the_whole_one(
     """It is replayed there, and no slower than moves on demand."""
     traced = microbatches(7, 2, user=user)
     given = budgets(traced, share)
-    monkeypatch.setattr(stretches, "MOST_STAGES", 10)
+    monkeypatch.setattr(registry, "WHOLE_STAGES", 10)
     made = plan(traced, given, policy=policy)
     found = made.predicted
     assert found is not None and simulate(traced, made).iteration_seconds == pytest.approx(found.iteration_seconds)
