@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from runtime.storage.contents import Checksums
 from runtime.storage.file_space import FileSpace
-from runtime.storage.store import Chunk, Slot, align_up, content_of, cut_chunk, io_error
+from runtime.storage.store import Chunk, Slot, align_up, content_of, copy_all, cut_chunk
 
 _SHORT_TURN_SECONDS = 0.0005
 
@@ -27,31 +27,14 @@ class PosixStore(FileSpace):
 
     def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         self._check_readable(slot.of or slot)  # the number of a closed descriptor may be another file's
-        _copy("write", os.pwritev, slot, chunk, address)
+        copy_all("write", os.pwritev, slot, chunk, address, chunk.length_bytes)
 
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         self._check_readable(slot.of or slot)
         if slot.file is not None:
             slot.file.read_chunk(slot, chunk, address)
         else:
-            _copy("read", os.preadv, slot, chunk, address)
-
-
-def _copy(action: str, call: Callable[[int, list[memoryview], int], int], slot: Slot, chunk: Chunk, address: int) -> None:
-    """Repeat a system call, which may copy fewer bytes than it is asked for, until the whole chunk is copied.
-
-    Raises StorageIOError.
-    """
-    view = memoryview(chunk.memory(address))
-    done = 0
-    while done < chunk.length_bytes:
-        try:
-            count = call(chunk.extent.file_descriptor, [view[done:]], chunk.file_offset_bytes + done)
-        except OSError as error:
-            raise io_error(action, slot, chunk, error.errno) from error
-        if count == 0:  # a read finds no bytes there: somebody has made the file shorter
-            raise io_error(f"{action} beyond the end of the file", slot, chunk, None)
-        done += count
+            copy_all("read", os.preadv, slot, chunk, address, chunk.length_bytes)
 
 
 class PendingCopy(Protocol):

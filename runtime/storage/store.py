@@ -177,6 +177,24 @@ def io_error(action: str, slot: Slot, chunk: Chunk, code: int | None) -> Storage
     return StorageIOError(path=str(chunk.extent.path), block=slot.name, errno=code or errno.EIO, action=action)
 
 
+def copy_all(
+    action: str, call: Callable[[int, list[memoryview], int], int], slot: Slot, chunk: Chunk, address: int, there_bytes: int
+) -> None:
+    """Repeat a system call, which may copy fewer bytes than it is asked for, until all of the chunk that is there is copied.
+
+    It is always asked for whole pages, as direct I/O needs. Raises StorageIOError.
+    """
+    view, done = memoryview(chunk.memory(address)), 0
+    while done < there_bytes:
+        try:
+            count = call(chunk.extent.file_descriptor, [view[done:]], chunk.file_offset_bytes + done)
+        except OSError as error:
+            raise io_error(action, slot, chunk, error.errno) from error
+        if count == 0:  # a read finds no bytes there: somebody has made the file shorter
+            raise io_error(f"{action} beyond the end of the file", slot, chunk, None)
+        done += count
+
+
 MoveChunk = Callable[[Slot, Chunk, int], None]  # copies one chunk of a slot, as the calls of a `ChunkIO` do
 
 

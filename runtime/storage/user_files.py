@@ -32,7 +32,7 @@ from pathlib import Path
 
 from planner.errors import StorageError, StorageIOError
 from runtime.storage.descriptors import close_descriptor, keep_from_children, open_direct
-from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot, align_up, content_of, cut_chunk, io_error
+from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot, align_up, content_of, copy_all, cut_chunk
 
 _COMPARED_BYTES = 1 << 20
 """A block is compared with its file in pieces of this size."""
@@ -96,19 +96,11 @@ class UserFile:
         """Read a chunk of a slot into memory of the processor; zeros beyond the file's end. Raises StorageIOError."""
         view = memoryview(chunk.memory(address)).cast("B")
         there = min(chunk.length_bytes, self.size_bytes - chunk.file_offset_bytes)
-        done = 0
-        while done < there:
-            try:
-                count = os.preadv(self.descriptor, [view[done:]], chunk.file_offset_bytes + done)
-            except OSError as error:
-                self.check(slot.name)
-                raise io_error("read", slot, chunk, error.errno) from error
-            if count == 0:
-                self.check(slot.name)
-                raise io_error("read beyond the end of the file", slot, chunk, None)
-            done += count
-        view[there:] = bytes(chunk.length_bytes - there)
-        self.check(slot.name)
+        try:
+            copy_all("read", os.preadv, slot, chunk, address, there)
+            view[there:] = bytes(chunk.length_bytes - there)
+        finally:  # where it has changed, this is what went wrong
+            self.check(slot.name)
 
     def holds(self, slot: Slot, chunk: Chunk, address: int, bytes_at: Callable[[int, int], bytes]) -> bool:
         """Whether the file holds the block's bytes of a chunk as the memory at `address` does. Reads them. Raises StorageIOError.

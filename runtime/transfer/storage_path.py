@@ -97,7 +97,9 @@ def choose_path(candidates: Sequence[PathCandidate], *, open_engine: OpenEngine,
         working = _working(candidates, open_engine, refused)
         if not working:
             raise _nothing_works(refused)
-        path = max(working, key=_mean_rate)
+        path = max(
+            working, key=lambda p: harmonic_mean([p.rates.duplex_write_bytes_per_second, p.rates.duplex_read_bytes_per_second])
+        )
         for other in working:
             if other is not path:
                 other.close()
@@ -167,10 +169,6 @@ def _nothing_works(refused: Mapping[str, TeraioError]) -> TeraioError:
     if len(texts) == 1:
         return next(iter(refused.values()))
     return StorageError("blocks cannot get to storage: " + "; ".join(f"{name}: {error}" for name, error in refused.items()))
-
-
-def _mean_rate(path: StoragePath) -> float:
-    return harmonic_mean([path.rates.duplex_write_bytes_per_second, path.rates.duplex_read_bytes_per_second])
 
 
 def _tell(path: StoragePath, *, last_resort: bool) -> None:
