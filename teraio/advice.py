@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import planner
 from planner.errors import BudgetError, TeraioError
@@ -90,44 +90,44 @@ def advise(
     asked: planner.Plan | None = None
     for case in cases(trace, budgets, drives=drives):
         progress(f"planning: {case.what}")
-        found, plan = _answer(case, asked, settings)
+        plan, fit, reason = _planned(case, asked, settings)
         if not answers:
             asked = plan
         if plan is not None:
             made(case, plan)
-            found = found.model_copy(update=_figures(case, plan, asked, rated_bytes))
-        answers.append(found)
+        answers.append(
+            Answer(
+                what=case.what,
+                fit=fit,
+                budgets=case.budgets,
+                floor_bytes=planner.floor(case.trace)[0],
+                peak_bytes=max(live_bytes(case.trace)),
+                ideal_seconds=case.trace.ideal_seconds,
+                work=case.trace.work,
+                reason=reason,
+                **({} if plan is None else _figures(case, plan, asked, rated_bytes)),
+            )
+        )
     return Advice(trace_name=trace.name, answers=tuple(answers))
 
 
-def _answer(case: Case, asked: planner.Plan | None, settings: SolverSettings) -> tuple[Answer, planner.Plan | None]:
-    """Plan a case. asked: the plan for the training as asked for, None for that training itself."""
-    plan: planner.Plan | None = None
-    fit: Fit = "yes"
-    reason = ""
+def _planned(case: Case, asked: planner.Plan | None, settings: SolverSettings) -> tuple[planner.Plan | None, Fit, str]:
+    """Plan a case. Return the plan, whether there is one, and why there is none.
+
+    asked: the plan for the training as asked for, None for that training itself.
+    """
     try:
         incumbents = (asked,) if case.more and asked is not None else ()
-        plan = planner.plan(case.trace, case.budgets, incumbents=incumbents, **asdict(settings))
+        return planner.plan(case.trace, case.budgets, incumbents=incumbents, **asdict(settings)), "yes", ""
     except BudgetError as error:
-        fit, reason = "no plan exists", str(error)
+        return None, "no plan exists", str(error)
     except planner.OptionsError:
         raise
     except TeraioError as error:
-        fit, reason = "none was found", str(error)
-    answer = Answer(
-        what=case.what,
-        fit=fit,
-        budgets=case.budgets,
-        floor_bytes=planner.floor(case.trace)[0],
-        peak_bytes=max(live_bytes(case.trace)),
-        ideal_seconds=case.trace.ideal_seconds,
-        work=case.trace.work,
-        reason=reason,
-    )
-    return answer, plan
+        return None, "none was found", str(error)
 
 
-def _figures(case: Case, plan: planner.Plan, asked: planner.Plan | None, rated_bytes: int | None) -> dict[str, object]:
+def _figures(case: Case, plan: planner.Plan, asked: planner.Plan | None, rated_bytes: int | None) -> dict[str, Any]:
     seconds = _seconds(plan)
     assert plan.predicted is not None  # `_seconds` has found it
     per_second = plan.predicted.storage_written_bytes / seconds if seconds else 0.0
@@ -291,24 +291,21 @@ def with_accumulation(trace: planner.Trace) -> planner.Trace:
         return count + copies[number] if number in copies else number
 
     groups = [
-        *trace.recompute,
-        *(
-            group.model_copy(
-                update={
-                    "id": len(trace.recompute) + group.id,
-                    "stage": group.stage + shift,
-                    "blocks": tuple(sorted(map(second, group.blocks))),
-                    "reads": tuple(sorted(map(second, group.reads))),
-                }
-            )
-            for group in trace.recompute
-        ),
+        group.model_copy(
+            update={
+                "id": len(trace.recompute) + group.id,
+                "stage": group.stage + shift,
+                "blocks": tuple(sorted(map(second, group.blocks))),
+                "reads": tuple(sorted(map(second, group.reads))),
+            }
+        )
+        for group in trace.recompute
     ]
     return trace.rebuilt(
         stages=tuple(stage.model_copy(update={"id": number}) for number, stage in enumerate(stages)),
         blocks=tuple(blocks),
         subgroups=tuple(each.model_copy(update={"stage": each.stage + shift}) for each in trace.subgroups),
-        recompute=tuple(groups),
+        recompute=(*trace.recompute, *groups),
         not_recomputed=(),
         work=trace.work and trace.work.times(2),
     )

@@ -92,7 +92,10 @@ def lay_out(
         stages=tuple(stage(number, compiled) for number, compiled in enumerate(stages)),
         input_count=len(placeholders),
         slot_names=(*(name for name, _ in inputs), *(f"{prefix}/{n.name}" for n in list(slots)[len(inputs) :])),
-        slot_kinds=(*(kind for _, kind in inputs), *(_kind(s, phase, s in kept) for s in range(len(inputs), len(slots)))),
+        slot_kinds=(
+            *(kind for _, kind in inputs),
+            *("gradient" if phase == "backward" and s in kept else "activation" for s in range(len(inputs), len(slots))),
+        ),
         results=results,
         user_results=user_results(output, phase),
         **cast(Any, resizer.program_bytes(hints)),
@@ -116,11 +119,6 @@ def user_results(output: Node, phase: Phase) -> tuple[int, ...]:
         return tuple(range(count))
     visible = output.meta.get("user_visible_output_idxs", range(count))
     return tuple(range(max(visible, default=count - 1) + 1))
-
-
-def _kind(slot: int, phase: Phase, is_result: bool) -> Kind:
-    """Return what a slot holds, as far as the graph tells."""
-    return "gradient" if phase == "backward" and is_result else "activation"
 
 
 def _unique(names: list[str]) -> list[str]:
@@ -223,13 +221,9 @@ def _symbol_values(placeholders: Sequence[Node], arguments: Sequence[Any]) -> di
     return values
 
 
-def _is_small(node: Node, symbols: Symbols) -> bool:
-    """Return whether the results of `node` are too small to move."""
-    return output_bytes(node, symbols) < MIN_MOVED_BYTES
-
-
 def _small_bytes(nodes: Sequence[Node], symbols: Symbols) -> int:
-    return _distinct_bytes([node for node in nodes if _is_small(node, symbols)], symbols)
+    """Return the bytes of those results of `nodes` that are too small to move."""
+    return _distinct_bytes([node for node in nodes if output_bytes(node, symbols) < MIN_MOVED_BYTES], symbols)
 
 
 def _distinct_bytes(nodes: Sequence[Node], symbols: Symbols) -> int:
