@@ -40,7 +40,7 @@ def run_managed(
     Waits for copies where a stage needs a block that is not on the device. Raises BudgetError if a stage does not fit,
     StorageError if a copy fails; then no block stays held, and all blocks keep their contents.
     """
-    with pager.device.region():
+    with pager.region():
         return _ManagedRun(program, pager, observer, meter).run(arguments, interleaved)
 
 
@@ -63,7 +63,6 @@ class _ManagedRun:
     def run(self, arguments: list[Any], interleaved: InterleavedStages | None) -> list[Any]:
         """See `run_managed`."""
         program, stages = self._program, self._program.stages
-        self._pager.enter_region()
         try:
             self._slots = _slots(program, arguments)
             for index, known in enumerate(self._pager.known_blocks(self._slots[: program.input_count])):
@@ -93,7 +92,6 @@ class _ManagedRun:
                 for rerun in self._reruns:
                     rerun.release()
             self._slots.clear()
-            self._pager.leave_region()
 
     def _run_stage(self, number: int, stage: Stage) -> Sequence[Block]:
         """Run stage `number`. Returns the blocks that it read."""

@@ -52,20 +52,16 @@ class OperatorRunner:
         StorageError as stages do.
         """
         pager = self._pager
-        with uninterrupted(), pager.device.region():
-            pager.enter_region(self._blocks([*reads, *writes]))
+        with uninterrupted(), pager.region(self._blocks([*reads, *writes])):
+            read, written = self._blocks(reads), self._blocks(writes)
+            pager.acquire(read, new_bytes, name)
             try:
-                read, written = self._blocks(reads), self._blocks(writes)
-                pager.acquire(read, new_bytes, name)
-                try:
-                    result = call()
-                    for tensor in tree_leaves(result):
-                        if self._is_large(tensor):
-                            pager.block_of(tensor, name=UNNAMED, kind="activation", user_visible=True)
-                finally:
-                    pager.retire(read, written)
+                result = call()
+                for tensor in tree_leaves(result):
+                    if self._is_large(tensor):
+                        pager.block_of(tensor, name=UNNAMED, kind="activation", user_visible=True)
             finally:
-                pager.leave_region()
+                pager.retire(read, written)
         return result
 
     def take_in(self, tensor: torch.Tensor) -> None:

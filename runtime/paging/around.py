@@ -14,6 +14,7 @@ ended by then. A stage that needs the block waits until then.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -207,6 +208,16 @@ class Stages(PagerPart):
             self._pieces.plan_begins()
 
     # -- around compiled regions, see [Note: User code]
+
+    @contextmanager
+    def region(self, blocks: Sequence[Block] | None = None) -> Iterator[None]:
+        """Within, a region runs on the device. blocks: see `enter_region`. Waits and raises as the two calls below do."""
+        with self.device.region():
+            self.enter_region(blocks)
+            try:
+                yield
+            finally:
+                self.leave_region()
 
     def enter_region(self, blocks: Sequence[Block] | None = None) -> None:
         """A compiled region begins. Waits only where user code has written to blocks in its files: until they have slots of their

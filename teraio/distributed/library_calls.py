@@ -75,14 +75,12 @@ class LibraryCalls:
 
         step_goes_on: see `IterationObserver.region_begins`.
         """
-        with uninterrupted(), self.pager.device.region():
-            self.pager.enter_region()
+        with uninterrupted(), self.pager.region():
             try:
                 self._observer.region_begins(identity, stage_count, step_goes_on=step_goes_on)
                 yield
             finally:
                 self._observer.region_ended()
-                self.pager.leave_region()
 
     def stage(
         self,

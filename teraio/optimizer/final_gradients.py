@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -291,19 +291,10 @@ class Watch:
         """
         found = [self.eligibility(owned.tensor) for owned in owned_parameters(optimizer)]
         watched = any(each is not None and each.run is not None for each in found)
-        with self._reading() if watched else contextlib.nullcontext():
+        with self._pager.region() if watched else contextlib.nullcontext():  # gradients are read
             self._conclude_all(optimizer, reason)
         if not any(each.passes for each in list(self._eligibilities.values())):
             self._last_reader.clear()
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        with self._pager.device.region():
-            self._pager.enter_region()
-            try:
-                yield
-            finally:
-                self._pager.leave_region()
 
     def _conclude_all(self, optimizer: Optimizer, reason: str | None) -> None:
         for number, group, parameter in owned_parameters(optimizer):

@@ -236,16 +236,12 @@ class _WholeSteps:
         subgroup = managed.subgroups.one(step, range(len(step.updates)))
         needed, _ = managed.subgroups.smallest_budget([subgroup])
         what = f"optimizer/{managed.facts.name}, which is updated as a whole because {reason},"
-        with self._pager.device.region():
-            self._pager.enter_region()
-            try:
-                if not self._fits(needed, what):
-                    return
-                self._recorder.region_begins(managed.identity, 1)
-                fetch = self._recorder.stage_reached()
-                self._pager.acquire(subgroup.read, subgroup.workspace_bytes, _WHOLE, then_fetch=fetch)
-            finally:
-                self._pager.leave_region()
+        with self._pager.region():
+            if not self._fits(needed, what):
+                return
+            self._recorder.region_begins(managed.identity, 1)
+            fetch = self._recorder.stage_reached()
+            self._pager.acquire(subgroup.read, subgroup.workspace_bytes, _WHOLE, then_fetch=fetch)
         annotation, begin = annotate("update", _WHOLE), self._recorder.mark()
         self._running = _RunningStep(managed=managed, subgroup=subgroup, begin=begin, annotation=annotation)
         annotation.__enter__()

@@ -60,8 +60,7 @@ class SubgroupSteps:
         StorageError if a copy failed.
         """
         step, groups = managed.pending_step(), NarrowedGroups(managed.optimizer)
-        with self.pager.device.region():
-            self.pager.enter_region()
+        with self.pager.region():
             try:
                 subgroups = [each for each in managed.subgroups.of(step) if not done or not done.issuperset(each.numbers)]
                 self._ensure_room_for_states(subgroups)
@@ -69,7 +68,6 @@ class SubgroupSteps:
                 _SubgroupStep(self, managed, step, groups, subgroups).run()
             finally:
                 self.recorder.region_ended()
-                self.pager.leave_region()
         managed.leave_nothing(groups)
 
     def _ensure_room_for_states(self, subgroups: Sequence[ParameterSubgroup]) -> None:
