@@ -26,7 +26,9 @@ from runtime.paging.state import PagerPart, PagerState
 # For a piece of this part of the budget blocks make way, and then for the smaller ones of its stage: they could take its place.
 _LARGE_SHARE = 64
 _LOOKED_AT = 12  # so many regions after a retry, each stage is asked whether it had one: that takes as long as ten of its blocks
-_IN_VAIN = 3  # after so many retries although blocks made way everything leaves; after twice as many if that has not helped
+# After at least so many retries although blocks made way, and one for each so many bytes of the budget, everything leaves: that
+# takes about as long as these. After twice as many if it has not helped.
+_IN_VAIN, _IN_VAIN_EACH = 3, 1 << 30
 
 
 class _Recorded(NamedTuple):
@@ -49,7 +51,8 @@ class StagePieces(PagerPart):
         self._recording = False
         self._retries = self._retries_before = 0
         self._looks = 0
-        self._in_vain, self._patience = 0, _IN_VAIN
+        self._least_patience = max(_IN_VAIN, (state.account.budget_bytes or 0) // _IN_VAIN_EACH)
+        self._in_vain, self._patience = 0, self._least_patience
         self._anew = False
         self._thread: int | None = None
 
@@ -64,7 +67,7 @@ class StagePieces(PagerPart):
             retries, before = self._device.retries, self._retries_before
             self._looks, self._retries_before = _LOOKED_AT if retries > before else max(self._looks - 1, 0), retries
             if not self._looks:
-                self._in_vain, self._patience = 0, _IN_VAIN
+                self._in_vain, self._patience = 0, self._least_patience
 
     def stage_begins(self, what: str, new_bytes: int, held: Sequence[Block]) -> None:
         """A stage runs next, for which the budget has room. held: the blocks that it uses, which nobody else may hold.

@@ -170,3 +170,15 @@ def test_where_it_does_not_help_everything_leaves_once_in_a_while(bench: Bench, 
     for _ in range(180):
         stage(bench)
     assert len(emptied) == known, "never without retries"
+
+
+def test_a_large_budget_has_more_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To let tens of gigabytes leave takes longer than tens of retries."""
+    bench = Bench(40 << 30)
+    bench.device.pieces = ListedPieces([UNIT])
+    bench.make("resting", 2)
+    emptied: list[int] = []
+    monkeypatch.setattr(bench.device, "give_back_memory", lambda: emptied.append(stages))
+    for stages in range(100):  # noqa: B007
+        stage(bench, retries=1)
+    assert len(emptied) == 1 and emptied[0] > 40
