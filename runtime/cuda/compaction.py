@@ -53,7 +53,8 @@ def gather(
     blocks that may move, by address. move: gives the block at an address other memory, with its content, and frees that which it
     had.
     """
-    layout, blocks = Layout(pool.segments()), movable()
+    blocks = movable()  # first: what copies that have ended kept alive is freed then
+    layout = Layout(pool.segments())
     for _ in range(_ATTEMPTS):
         if not _rehearse(pool, layout, history, blocks, move):
             return
