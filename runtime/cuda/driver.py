@@ -12,7 +12,7 @@ _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the calling thread has used no 
 
 
 def copy(stream: torch.cuda.Stream, *, target: int, source: int, size_bytes: int) -> None:
-    """Queue a copy between two addresses of a GPU or of main memory in `stream`. Waits for it if main memory is not pinned.
+    """Queue a copy between two addresses, of a GPU or of main memory, in `stream`. Waits for it if main memory is not pinned.
 
     Raises RuntimeError if the driver refuses it, or with an earlier error of the device.
     """

@@ -233,9 +233,7 @@ class AllocatorPieces:
         install: Callable[[int, torch.UntypedStorage], None],
     ) -> None:
         def move(address: int, fresh: torch.UntypedStorage) -> None:
-            size, device = fresh.nbytes(), self._device
-            with torch.cuda.stream(self._compute):
-                device_bytes(fresh.data_ptr(), size, device).copy_(device_bytes(address, size, device))
+            driver.copy(self._compute, target=fresh.data_ptr(), source=address, size_bytes=fresh.nbytes())
             install(address, fresh)
 
         if not self._streams.in_region:  # what user code queues comes before what is queued there only where a region begins

@@ -83,7 +83,8 @@ class StagePieces(PagerPart):
             if what in self._short or self._is_large(max(known.history, default=0)):
                 self._gather(pieces, known.history, frozenset(held))
                 if self._anew or self._in_vain >= self._patience:
-                    self._patience = self._patience if self._anew else 2 * self._patience
+                    if not self._anew:
+                        self._patience *= 2
                     self._in_vain, self._anew = 0, False
                     raise DeviceMemoryError(f"free memory lies too far apart for {what}")
         elif what in self._seen:
@@ -133,9 +134,9 @@ class StagePieces(PagerPart):
 
         def movable() -> dict[int, int]:
             here = (b for b in self._account.here if b.state is ON_DEVICE and b.span is not None and b.pins == (b in held))
-            alive = [(block, storage) for block in here if (storage := block.storage()) is not None]
-            waiting = [block for block, _ in alive]
-            kept.extend(storage for _, storage in alive)
+            alive = {block: storage for block in here if (storage := block.storage()) is not None}
+            kept.extend(alive.values())
+            waiting = list(alive)
             while waiting:
                 at_rest = self._mover.finished(waiting)  # up to the first one that is being copied
                 blocks.update((block.address, block) for block in at_rest)
