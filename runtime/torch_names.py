@@ -37,6 +37,8 @@ _OF_COMPILER = {  # these take seconds to import
     "torch._inductor": "config list_mode_options",
     "torch._inductor.compile_fx": "compile_fx compile_fx_inner",
     "torch._inductor.custom_graph_pass": "CustomGraphPass",
+    "torch._inductor.decomposition": "select_decomp_table",
+    "torch._inductor.lowering": "lowerings make_fallback",
     "torch._inductor.runtime.benchmarking": "benchmarker",
     "torch._inductor.runtime.cache_dir_utils": "cache_dir",
 }

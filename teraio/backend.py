@@ -22,6 +22,7 @@ from runtime.paging import holder_of
 from runtime.torch_names import require_compiler
 from teraio import registry
 from teraio.options import Options, parse_options
+from teraio.stages import inductor_decompositions
 from teraio.training_run import TrainingRun, one_thread
 
 logger = logging.getLogger("teraio")
@@ -189,7 +190,7 @@ def _compile_for(
         return run.callable(program)
 
     # Taken apart, an operator is many kernels, each with a result in memory. Inductor fuses them again; without it, nothing does.
-    decompositions: dict[Any, Any] | None = {} if options.codegen == "eager" else None
+    decompositions = {} if options.codegen == "eager" else inductor_decompositions()
     with functorch_config.patch(**_CONFIG), run.stage_compiler.marks_tiles():
         compiled = compile_fx(gm, example_inputs, inner_compile=cast(Any, compile_graph), decompositions=decompositions)
     run.check(programs)

@@ -1,6 +1,6 @@
 """Turn a captured graph into a program of stages."""
 
-from teraio.stages.codegen import Codegen, eager_codegen
+from teraio.stages.codegen import Codegen, eager_codegen, inductor_decompositions
 from teraio.stages.compile import StageCompiler
 from teraio.stages.cost import Speed, SpeedOf, gpu_speed, reduces_products, speed_of
 from teraio.stages.cut import CutPolicy

@@ -7,6 +7,12 @@ has no room for it. It is left out for teraio's stages: counted, it would raise 
 training, for the sake of one iteration. Beyond the budget, it would break the promise on a GPU that has no more memory. What is
 lost: trials find their inputs in the cache as far as they fit. In training they often are there too, since the kernel before
 has just made them, and kernels over more bytes than the cache holds are measured as before.
+
+[Note: Gradients of embeddings]
+Inductor adds the gradient of an embedding of 16 bits up by atomic operations in 32 bits, in one piece of twice the size of the
+embedding: for a vocabulary of 128k, 1 to 2 GB that a small budget has to keep free together, with bits that differ from run to
+run. PyTorch's own operator on a GPU sorts the indices and adds row by row: it writes 16 bits only, always in the same order.
+Beside its result it takes a row in 32 bits for each index at most. So it is used where there are fewer indices than rows.
 """
 
 from __future__ import annotations
@@ -26,6 +32,27 @@ Codegen = Callable[[GraphModule, Sequence[Any], dict[str, Any]], StageFunction]
 
 # Part of the keys of Inductor's cache. A stage keeps the strides of all its outputs; the keys do not say which a graph keeps.
 _CACHE_TAG = "teraio stage 1"
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return Inductor's decompositions, but for [Note: Gradients of embeddings]."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import lowerings, make_fallback
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    table = select_decomp_table()
+    operator = torch.ops.aten.embedding_dense_backward.default
+    in_parts = table[operator]
+    if operator not in lowerings:  # Inductor has none, since its own decomposition leaves none
+        make_fallback(operator, warn=False, override_decomp=True)  # type: ignore[no-untyped-call]
+
+    def gradient(grad_output: torch.Tensor, indices: torch.Tensor, num_weights: Any, *settings: Any) -> Any:
+        few = statically_known_true(indices.numel() < num_weights)
+        if grad_output.is_cuda and grad_output.dtype.itemsize == 2 and few:
+            return NotImplemented
+        return in_parts(grad_output, indices, num_weights, *settings)
+
+    return {**table, operator: gradient}
 
 
 def inductor_codegen(

@@ -71,3 +71,30 @@ def test_inductors_host_side_keeps_the_budget(mode: str) -> None:
     environment = {**os.environ, "MADE_UP_CUDA_KERNELS": "nothing"}
     found = subprocess.run([sys.executable, "-c", HOST_SIDE, mode], capture_output=True, text=True, env=environment, check=False)
     assert found.stdout.splitlines()[-1:] == ["planned True True"], found.stderr
+
+
+EMBEDDING = """
+import torch
+import teraio
+from torch import nn
+
+words = nn.Embedding(32_000, 512, device="cuda", dtype=torch.bfloat16)
+numbers = torch.randint(0, 320, (4, 512), device="cuda")
+run = torch.compile(words, backend="teraio", options={"memory_budget": "1GiB"})
+loss = run(numbers).square().sum()
+before = torch.cuda.memory_allocated()
+torch.cuda.reset_peak_memory_stats()
+loss.backward()
+taken = torch.cuda.max_memory_allocated() - before
+expected = torch.zeros(32_000, 512, device="cuda").index_add_(0, numbers.ravel(), 2 * words(numbers).float().flatten(0, 1))
+print(taken / words.weight.nbytes, torch.allclose(words.weight.grad.float(), expected, rtol=0.02, atol=0.02))
+"""
+"""Prints the bytes that backward takes, in those of the embedding, and whether the gradient is right."""
+
+
+def test_inductors_gradient_of_an_embedding_has_no_copy_in_32_bits() -> None:
+    environment = {**os.environ, "MADE_UP_CUDA_KERNELS": "nothing"}
+    found = subprocess.run([sys.executable, "-c", EMBEDDING], capture_output=True, text=True, env=environment, check=False)
+    taken, right = found.stdout.split()
+    assert float(taken) < 1.5, found.stderr
+    assert MADE_UP or right == "True", "numbers mean nothing without Triton's kernels"

@@ -484,3 +484,27 @@ def test_nothing_is_pretended_afterwards_also_if_a_driver_is_needed(fails: bool)
     assert weight.grad is not None
     with pytest.raises((AssertionError, RuntimeError), match="CUDA|NVIDIA"):
         torch.zeros(1, device="cuda")
+
+
+class Embedded(nn.Module):
+    """An embedding in 16 bits, whose gradient is 62 times as large as all else in its stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32_000, 64)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        found: Tensor = self.words(numbers).float().square().mean()
+        return found
+
+
+@pytest.mark.parametrize(("hardware", "indices", "copies"), [("h100", 512, 0), ("h100", 32_000, 2), (on_cpu("h100"), 512, 2)])
+def test_the_gradient_of_an_embedding_has_no_copy_in_32_bits_on_a_gpu(
+    hardware: str | MachineDescription, indices: int, copies: int
+) -> None:
+    """As PyTorch's operator adds it up; with more indices than rows, that would need more than the copy."""
+    model = Embedded().to(torch.bfloat16)
+    trace = capture(model, (torch.zeros(indices, dtype=torch.int64),), hardware=hardware)
+    (backward,) = (stage for stage in trace.stages if stage.phase == "backward")
+    size, rows = model.words.weight.nbytes, 4 * 2 * 64 * indices
+    assert copies * size <= backward.workspace_bytes <= copies * size + rows
