@@ -26,6 +26,7 @@ _NAMES = {  # public names of private modules are here, too
     "torch._subclasses": "FakeTensor FakeTensorMode",
     "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException is_fake unset_fake_temporarily",
     "torch.cuda.memory": "_record_memory_history _snapshot",
+    "torch.fx.graph": "_BoxedCodeGen",
     "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes is_traceable_wrapper_subclass",
     "torch.utils._pytree": "tree_iter tree_leaves tree_map tree_map_only",

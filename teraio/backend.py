@@ -208,7 +208,7 @@ def _donate_nothing() -> None:
 
 def _compile(run: TrainingRun, graph: GraphModule, inputs: list[tuple[str, Kind]], settings: Mapping[str, Any]) -> Program:
     phase: Phase = "backward" if settings.get("is_backward") else "forward"
-    kept = ("is_backward", "is_inference", "graph_id", "get_decomp_fn", "boxed_forward_device_index", "cudagraphs")
+    kept = ("is_backward", "is_inference", "graph_id", "boxed_forward_device_index", "cudagraphs")
     count = sum(node.op == "placeholder" for node in graph.graph.nodes)
     known = inputs if phase == "forward" and count == len(inputs) else []
     program = run.stage_compiler.compile(

@@ -18,12 +18,14 @@ Beside its result it takes a row in 32 bits for each index at most. So it is use
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
+from torch.fx.graph import _BoxedCodeGen
 
 from runtime.execution import StageFunction
 
@@ -77,14 +79,14 @@ def inductor_codegen(
 
 def eager_codegen(module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> StageFunction:
     """Return a function that runs the subgraph operator by operator. Compiles nothing; for debugging and quick tests."""
-    interpreter = torch.fx.Interpreter(module)
+    boxed = GraphModule(module, copy.copy(module.graph))
+    boxed.graph.set_codegen(_BoxedCodeGen())
+    boxed.recompile()
+    call = boxed.forward
 
     def run(values: list[Any]) -> Sequence[Any]:
-        try:
-            with torch.no_grad():
-                return cast(Sequence[Any], interpreter.boxed_run(values))
-        finally:
-            interpreter.env.clear()  # it would keep the outputs alive until the next run, and what a failed run has made
+        with torch.no_grad():
+            return cast(Sequence[Any], call(values))
 
     return run
 
