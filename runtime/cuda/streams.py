@@ -231,17 +231,19 @@ class AllocatorPieces:
         history: Sequence[int],
         movable: Callable[[], MutableMapping[int, int]],
         install: Callable[[int, torch.UntypedStorage], None],
-    ) -> None:
+    ) -> bool:
         def move(address: int, fresh: torch.UntypedStorage) -> None:
             driver.copy(self._compute, target=fresh.data_ptr(), source=address, size_bytes=fresh.nbytes())
             install(address, fresh)
 
         if not self._streams.in_region:  # what user code queues comes before what is queued there only where a region begins
-            return
+            return False
         taken = self._all_segments()
         own = self._own(taken)
-        if serve(own, history) or not all(segment["is_expandable"] for segment in own):
-            return  # it cannot be helped where the user's settings keep ranges apart
+        if serve(own, history):
+            return True
+        if not all(segment["is_expandable"] for segment in own):
+            return False  # it cannot be helped where the user's settings keep ranges apart
         used = sum(s["total_size"] for s in taken if s["device"] == self._device.index)
         room = (self._streams.limit_bytes or 0) - used - _LEFT_BYTES
         if room >= _PAGE_BYTES:
@@ -249,6 +251,7 @@ class AllocatorPieces:
             with contextlib.suppress(DeviceMemoryError):
                 self.allocate(room)
         gather(self, history, movable, move)
+        return False
 
     # -- Pool
 

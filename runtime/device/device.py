@@ -81,9 +81,9 @@ class Pieces(Protocol):
         history: Sequence[int],
         movable: Callable[[], MutableMapping[int, int]],
         install: Callable[[int, torch.UntypedStorage], None],
-    ) -> None:
+    ) -> bool:
         """Let free memory lie so that it serves a history that was recorded, as far as that can be: blocks make way, by copies
-        that the device makes in the order of computation. Never waits.
+        that the device makes in the order of computation. Never waits. Returns whether none had to.
 
         movable: returns the bytes of blocks that may move, by address. install: gives the block at an address the memory of a
         storage with its content.

@@ -5,9 +5,10 @@ The budget counts bytes, wherever they lie. Where the allocator of a GPU has no 
 memory away from where it lies, and puts some of it where the request goes ("a retry"): tens of milliseconds, and what is left has
 gaps. To copy the blocks that are in the way on the device takes less than one. So once there has been a retry, each stage is
 recorded in one of its runs: which pieces it allocates. From then on blocks make way before it runs, if it needs a large piece, or
-has had a retry, and before a large block comes back. Where that does not help, because of the gaps, everything leaves that can,
-and comes back close together: this takes as long as some iterations, and so comes ever more rarely if it does not last. It is
-done once when a plan begins, which would inherit the gaps of iterations on demand. What is found wrong costs a retry.
+has had a retry, and before a large block comes back. A stage for which none had to for long is left alone until there are retries
+again. Where making way does not help, because of the gaps, everything leaves that can, and comes back close together: this takes
+as long as some iterations, and so comes ever more rarely if it does not last. It is done once when a plan begins, which would
+inherit the gaps of iterations on demand. What is found wrong costs a retry.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from runtime.paging.state import PagerPart, PagerState
 # For a piece of this part of the budget blocks make way, and then for the smaller ones of its stage: they could take its place.
 _LARGE_SHARE = 64
 _LOOKED_AT = 12  # so many regions after a retry, each stage is asked whether it had one: that takes as long as ten of its blocks
+_SETTLED = 32  # a stage for which so often in a row none had to make way is looked at only where there are retries
 # After at least so many retries although blocks made way, and one for each so many bytes of the budget, everything leaves: that
 # takes about as long as these. After twice as many if it has not helped.
 _IN_VAIN, _IN_VAIN_EACH = 3, 1 << 30
@@ -46,6 +48,7 @@ class StagePieces(PagerPart):
         self._seen: set[str] = set()
         self._known: dict[str, _Recorded] = {}
         self._short: set[str] = set()
+        self._served: dict[str, int] = {}  # how often in a row no block had to make way for a stage
         self._running = ""
         self._new_bytes = 0
         self._recording = False
@@ -66,6 +69,7 @@ class StagePieces(PagerPart):
         if self._device.pieces is not None and self._account.budget_bytes is not None:
             retries, before = self._device.retries, self._retries_before
             self._looks, self._retries_before = _LOOKED_AT if retries > before else max(self._looks - 1, 0), retries
+            self._retries = retries
             if not self._looks:
                 self._in_vain, self._patience = 0, self._least_patience
 
@@ -80,8 +84,10 @@ class StagePieces(PagerPart):
         self.give_up()
         known = self._known.get(what)
         if known is not None and known.new_bytes >= new_bytes:
-            if what in self._short or self._is_large(max(known.history, default=0)):
-                self._gather(pieces, known.history, frozenset(held))
+            served = self._served.get(what, 0)
+            needed = what in self._short or self._is_large(max(known.history, default=0))
+            if needed and (self._looks or served < _SETTLED):
+                self._served[what] = served + 1 if self._gather(pieces, known.history, frozenset(held)) else 0
                 if self._anew or self._in_vain >= self._patience:
                     if not self._anew:
                         self._patience *= 2
@@ -91,8 +97,6 @@ class StagePieces(PagerPart):
             self._recording = pieces.begin_recording()
         self._seen.add(what)
         self._running, self._new_bytes = what, new_bytes
-        if self._looks:
-            self._retries = self._device.retries
 
     def block_begins(self, size_bytes: int) -> None:
         """A block of that size comes back next, for which the budget has room. For any thread; blocks make way in the thread that
@@ -118,9 +122,11 @@ class StagePieces(PagerPart):
         history = self._end_recording()
         if history is not None:
             self._known[what] = _Recorded(history, self._new_bytes)
-        if self._looks and self._device.retries > self._retries:
-            self._short.add(what)
-            self._in_vain += what in self._known
+        if self._looks:
+            before, self._retries = self._retries, self._device.retries
+            if self._retries > before:  # its own, or of a block that came back for it
+                self._short.add(what)
+                self._in_vain += what in self._known
 
     def _end_recording(self) -> Sequence[int] | None:
         if not self._recording or self._device.pieces is None:
@@ -128,7 +134,7 @@ class StagePieces(PagerPart):
         self._recording = False
         return self._device.pieces.recorded(MIN_MOVED_BYTES)
 
-    def _gather(self, pieces: Pieces, history: Sequence[int], held: frozenset[Block]) -> None:
+    def _gather(self, pieces: Pieces, history: Sequence[int], held: frozenset[Block]) -> bool:
         blocks: dict[int, Block] = {}
         kept: list[torch.UntypedStorage] = []  # of dead blocks, copies that have ended let go at any time
 
@@ -148,4 +154,4 @@ class StagePieces(PagerPart):
             self._mover.install(block, fresh)
             blocks[block.address] = block
 
-        pieces.gather(history, movable, install)
+        return pieces.gather(history, movable, install)

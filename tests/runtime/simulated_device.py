@@ -142,7 +142,7 @@ class SimulatedPieces:
         history: Sequence[int],
         movable: Callable[[], MutableMapping[int, int]],
         install: Callable[[int, torch.UntypedStorage], None],
-    ) -> None:
+    ) -> bool:
         blocks = sorted(movable().items())
         for address, size in self._draw.sample(blocks, min(len(blocks), self._draw.randint(0, 3))):
             if self._device.arena.has_free:
@@ -150,6 +150,7 @@ class SimulatedPieces:
                 self._device.copy(Lane.COMPUTE, target=fresh.data_ptr(), source=address, size_bytes=size)
                 install(address, fresh)
                 self.moved += 1
+        return False
 
 
 class SimulatedDevice:

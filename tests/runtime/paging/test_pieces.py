@@ -14,13 +14,15 @@ from ..memory_mover import UNIT, Bench
 
 
 class ListedPieces:
-    """`Pieces` that record what `needs` says, and list what they were asked for. movable: the last blocks that might move."""
+    """`Pieces` that record what `needs` says, and list what they were asked for. movable: the last blocks that might move.
+    serves: whether none has to."""
 
     def __init__(self, needs: Sequence[int]) -> None:
         self.needs = needs
         self.recordings = 0
         self.gathered: list[Sequence[int]] = []
         self.movable: list[int] = []
+        self.serves = False
 
     def begin_recording(self) -> bool:
         self.recordings += 1
@@ -34,9 +36,10 @@ class ListedPieces:
         history: Sequence[int],
         movable: Callable[[], MutableMapping[int, int]],
         install: Callable[[int, torch.UntypedStorage], None],
-    ) -> None:
+    ) -> bool:
         self.gathered.append(history)
         self.movable = list(movable())
+        return self.serves
 
 
 @pytest.fixture
@@ -78,6 +81,19 @@ def test_a_stage_of_small_pieces_gets_them_once_it_had_a_retry_itself(bench: Ben
     assert [stage(bench) for _ in range(4)] == [[]] * 4
     stage(bench, retries=1)
     assert stage(bench) == [[UNIT // 2]]
+
+
+def test_a_stage_for_which_no_block_has_to_make_way_is_left_alone_until_there_is_a_retry(bench: Bench) -> None:
+    stage(bench, retries=1)
+    bench.device.pieces.serves = True
+    for _ in range(64):
+        stage(bench)
+    assert not stage(bench)
+    stage(bench, "another", retries=1)
+    assert stage(bench) == [[4 * UNIT, UNIT]]
+    bench.device.pieces.serves = False
+    for _ in range(64):
+        assert stage(bench)
 
 
 def test_a_stage_with_larger_inputs_is_recorded_again(bench: Bench) -> None:
