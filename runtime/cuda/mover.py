@@ -159,16 +159,20 @@ class StreamMover:
         """Make computation wait for the block's copies before its memory is freed (rule 4). Return its storage."""
         if block in self._in:
             self.wait_resident([block])
-        leaving = self._out.pop(block, None)
-        if leaving is not None:
-            self._streams.wait(COMPUTE, leaving[0])
-            self._computed.passed()
+        self._wait_copied(block)
         storage = storage_of(block)
         if self._poison:
             self._streams.fill(COMPUTE, block.address, block.size_bytes, POISON)
             if not self._streams.in_region:  # user code may get this memory, and does not wait for the lane of computation
                 self._streams.record(COMPUTE).wait()
         return storage
+
+    def _wait_copied(self, block: Block) -> None:
+        """Make computation wait for the block's copy out."""
+        leaving = self._out.pop(block, None)
+        if leaving is not None:
+            self._streams.wait(COMPUTE, leaving[0])
+            self._computed.passed()
 
     # -- in
 
@@ -229,6 +233,7 @@ class StreamMover:
     def install(self, block: Block, fresh: torch.UntypedStorage | None = None) -> None:
         if fresh is not None:
             self._computed.passed()  # the device fills it in the lane of computation
+            self._wait_copied(block)  # rule 4
         block.address = storage_swap.install(storage_of(block), self._fresh.pop(block) if fresh is None else fresh)
 
     def wait_resident(self, blocks: Sequence[Block]) -> None:

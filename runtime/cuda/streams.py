@@ -230,12 +230,8 @@ class AllocatorPieces:
         self,
         history: Sequence[int],
         movable: Callable[[], MutableMapping[int, int]],
-        install: Callable[[int, torch.UntypedStorage], None],
+        move: Callable[[int, torch.UntypedStorage], None],
     ) -> bool:
-        def move(address: int, fresh: torch.UntypedStorage) -> None:
-            driver.copy(self._compute, target=fresh.data_ptr(), source=address, size_bytes=fresh.nbytes())
-            install(address, fresh)
-
         if not self._streams.in_region:  # what user code queues comes before what is queued there only where a region begins
             return False
         taken = self._all_segments()
@@ -252,6 +248,9 @@ class AllocatorPieces:
                 self.allocate(room)
         gather(self, history, movable, move)
         return False
+
+    def copy(self, address: int, fresh: torch.UntypedStorage) -> None:
+        driver.copy(self._compute, target=fresh.data_ptr(), source=address, size_bytes=fresh.nbytes())
 
     # -- Pool
 

@@ -80,14 +80,17 @@ class Pieces(Protocol):
         self,
         history: Sequence[int],
         movable: Callable[[], MutableMapping[int, int]],
-        install: Callable[[int, torch.UntypedStorage], None],
+        move: Callable[[int, torch.UntypedStorage], None],
     ) -> bool:
-        """Let free memory lie so that it serves a history that was recorded, as far as that can be: blocks make way, by copies
-        that the device makes in the order of computation. Never waits. Returns whether none had to.
+        """Let free memory lie so that it serves a history that was recorded, as far as that can be: blocks make way. Never waits.
+        Returns whether none had to.
 
-        movable: returns the bytes of blocks that may move, by address. install: gives the block at an address the memory of a
-        storage with its content.
+        movable: returns the bytes of blocks that may move, by address. move: gives the block at an address the memory of a
+        storage, with its content, and frees that which it had.
         """
+
+    def copy(self, address: int, fresh: torch.UntypedStorage) -> None:
+        """Queue a copy of what lies at an address to all of the memory of `fresh`, in the order of computation. Never waits."""
 
 
 class Device(Protocol):

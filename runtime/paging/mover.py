@@ -84,7 +84,8 @@ class Mover(Protocol):
         """
 
     def install(self, block: Block, fresh: torch.UntypedStorage | None = None) -> None:
-        """Give the block's storage the memory that `copy_in` fills; or that of `fresh`, a storage of its size that ends here."""
+        """Give the block's storage the memory that `copy_in` fills; or that of `fresh`, a storage of its size that ends here, and
+        has its content. What it had is freed, after its copies."""
 
     def wait_resident(self, blocks: Sequence[Block]) -> None:
         """Make what the device does from now on wait until the copies in of these blocks have ended.

@@ -139,19 +139,19 @@ class StagePieces(PagerPart):
         kept: list[torch.UntypedStorage] = []  # of dead blocks, copies that have ended let go at any time
 
         def movable() -> dict[int, int]:
-            here = (b for b in self._account.here if b.state is ON_DEVICE and b.span is not None and b.pins == (b in held))
-            alive = {block: storage for block in here if (storage := block.storage()) is not None}
-            kept.extend(alive.values())
-            waiting = list(alive)
-            while waiting:
-                at_rest = self._mover.finished(waiting)  # up to the first one that is being copied
-                blocks.update((block.address, block) for block in at_rest)
-                waiting = waiting[len(at_rest) + 1 :]
+            self._mover.finished(())  # frees what copies that have ended kept alive
+            for block in self._account.here:
+                if block.state is ON_DEVICE and block.span is not None and block.pins == (block in held):
+                    if (storage := block.storage()) is not None:
+                        kept.append(storage)
+                        blocks[block.address] = block
             return {address: block.size_bytes for address, block in blocks.items()}
 
-        def install(address: int, fresh: torch.UntypedStorage) -> None:
+        def move(address: int, fresh: torch.UntypedStorage) -> None:
             block = blocks.pop(address)
+            self._mover.wait_resident([block])
+            pieces.copy(address, fresh)
             self._mover.install(block, fresh)
             blocks[block.address] = block
 
-        return pieces.gather(history, movable, install)
+        return pieces.gather(history, movable, move)

@@ -141,16 +141,18 @@ class SimulatedPieces:
         self,
         history: Sequence[int],
         movable: Callable[[], MutableMapping[int, int]],
-        install: Callable[[int, torch.UntypedStorage], None],
+        move: Callable[[int, torch.UntypedStorage], None],
     ) -> bool:
         blocks = sorted(movable().items())
         for address, size in self._draw.sample(blocks, min(len(blocks), self._draw.randint(0, 3))):
             if self._device.arena.has_free:
                 fresh = self._device.allocate(size)
-                self._device.copy(Lane.COMPUTE, target=fresh.data_ptr(), source=address, size_bytes=size)
-                install(address, fresh)
+                move(address, fresh)
                 self.moved += 1
         return False
+
+    def copy(self, address: int, fresh: torch.UntypedStorage) -> None:
+        self._device.copy(Lane.COMPUTE, target=fresh.data_ptr(), source=address, size_bytes=fresh.nbytes())
 
 
 class SimulatedDevice:

@@ -216,7 +216,27 @@ def freed_by_the_stage_that_reads_it(machine: SimulatedMachine) -> None:
         machine.device.arena.unmap()
 
 
+def makes_way_while_it_leaves(machine: SimulatedMachine) -> None:
+    """A block is needed again before its copy out has ended, and makes way on the device. Later it leaves without a copy."""
+    machine.device.pieces = SimulatedPieces(machine.device, machine.device.draw.randrange(1000))
+    with machine.in_region():
+        block = machine.made()
+        for _ in range(2):
+            machine.pager.acquire([], 0, "stage")  # is recorded
+            machine.pager.retire([], [])
+        machine.slow(Lane.OUTWARD)
+        machine.pager.offload(block)
+        machine.pager.acquire([block], 0, "stage")
+        machine.kernel(Lane.COMPUTE, block, None)
+        machine.pager.retire([block], [])
+        machine.device.synchronise()
+        assert block.copy_is_valid
+        machine.pager.offload(block)
+        assert block.state is State.OFFLOADED
+
+
 BLOCKS: dict[Scene, int] = {
+    makes_way_while_it_leaves: 2,
     freed_by_the_stage_that_reads_it: 1,
     dies_while_it_arrives: 2,
     arrives_while_user_code_runs: 3,
@@ -358,6 +378,16 @@ def no_wait_to_release(machine: SimulatedMachine) -> None:
     machine.mover.release = hasty  # type: ignore[method-assign]
 
 
+def no_wait_to_make_way(machine: SimulatedMachine) -> None:
+    install = machine.mover.install
+
+    def hasty(block: Block, *fresh: torch.UntypedStorage) -> None:
+        machine.mover._out.pop(block, None)
+        install(block, *fresh)
+
+    machine.mover.install = hasty  # type: ignore[method-assign]
+
+
 def point_is_kept(machine: SimulatedMachine) -> None:
     """Copies that begin together share a point of computation, although computation has waited for another copy since."""
     machine.mover.together().passed = lambda: None  # type: ignore[method-assign]
@@ -432,6 +462,7 @@ def drives_do_not_wait(machine: SimulatedMachine) -> None:
         pytest.param(arrives_while_user_code_runs, no_user, id="rule 2, user code"),
         pytest.param(None, no_landing, id="rule 3"),
         pytest.param(None, no_wait_to_release, id="rule 4"),
+        pytest.param(makes_way_while_it_leaves, no_wait_to_make_way, id="rule 4, on the device"),
         pytest.param(dies_while_it_arrives, no_hold, id="rule 5"),
         pytest.param(dies_while_it_leaves, no_hold, id="rule 5, on the way out"),
         pytest.param(memory_of_the_user_is_unmapped, memory_is_as_any_other, id="rule 6"),

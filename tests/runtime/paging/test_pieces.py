@@ -35,7 +35,7 @@ class ListedPieces:
         self,
         history: Sequence[int],
         movable: Callable[[], MutableMapping[int, int]],
-        install: Callable[[int, torch.UntypedStorage], None],
+        move: Callable[[int, torch.UntypedStorage], None],
     ) -> bool:
         self.gathered.append(history)
         self.movable = list(movable())
