@@ -30,7 +30,7 @@ _FEWEST_MEASURED_BYTES = 16 << 20
 # Bytes of the budget that no block uses, at least; see `CudaStreams`. A stage must find room when all else has left: in the
 # allocator's last page in the pool of stages and in the user's, and in some pages of 2 MiB for small tensors.
 _SPARE_BYTES = 64 << 20
-_SPARE_SHARE = 32  # plans leave the budget divided by this number unused, if that is more than _SPARE_BYTES
+_SPARE_SHARE = 16  # plans leave the budget divided by this number unused, if that is more than _SPARE_BYTES
 
 
 def open_cuda(
