@@ -100,8 +100,10 @@ def _make_free(
     """Make one free range of `size_bytes`, where there is none. Returns whether there is."""
     for _ in range(_ATTEMPTS):
         way = cheapest_way(layout.chunks, size_bytes, blocks)
-        if way is None or not _clear(pool, layout, way, blocks, move):
+        if way is None:
             return False
+        if not _clear(pool, layout, way, blocks, move):
+            layout.look(pool.segments())  # some have moved: there may be another way now
         if layout.fits(size_bytes):
             return True
     return False
@@ -111,6 +113,10 @@ class Layout:
     """What lies where in a pool."""
 
     def __init__(self, segments: Sequence[Mapping[str, Any]]) -> None:
+        self.look(segments)
+
+    def look(self, segments: Sequence[Mapping[str, Any]]) -> None:
+        """Forget what is known, and take it from the pool."""
         blocks = (block for segment in segments for block in segment["blocks"])
         self.chunks = sorted(Chunk(block["address"], block["size"], block["state"] == "inactive") for block in blocks)
 

@@ -29,7 +29,7 @@ _LARGE_SHARE = 64
 _LOOKED_AT = 12  # so many regions after a retry, each stage is asked whether it had one: that takes as long as ten of its blocks
 _SETTLED = 32  # a stage for which so often in a row none had to make way is looked at only where there are retries
 # After at least so many retries although blocks made way, and one for each so many bytes of the budget, everything leaves: that
-# takes about as long as these. After twice as many if it has not helped.
+# takes about as long as these. After twice as many if that has not helped: there was one in every other region since, or more.
 _IN_VAIN, _IN_VAIN_EACH = 3, 1 << 30
 
 
@@ -56,6 +56,7 @@ class StagePieces(PagerPart):
         self._looks = 0
         self._least_patience = max(_IN_VAIN, (state.account.budget_bytes or 0) // _IN_VAIN_EACH)
         self._in_vain, self._patience = 0, self._least_patience
+        self._regions = 0  # since everything has left
         self._anew = False
         self._thread: int | None = None
 
@@ -70,6 +71,7 @@ class StagePieces(PagerPart):
             retries, before = self._device.retries, self._retries_before
             self._looks, self._retries_before = _LOOKED_AT if retries > before else max(self._looks - 1, 0), retries
             self._retries = retries
+            self._regions += 1
             if not self._looks:
                 self._in_vain, self._patience = 0, self._least_patience
 
@@ -90,8 +92,8 @@ class StagePieces(PagerPart):
                 self._served[what] = served + 1 if self._gather(pieces, known.history, frozenset(held)) else 0
                 if self._anew or self._in_vain >= self._patience:
                     if not self._anew:
-                        self._patience *= 2
-                    self._in_vain, self._anew = 0, False
+                        self._patience = 2 * self._patience if 2 * self._in_vain > self._regions else self._least_patience
+                    self._in_vain, self._regions, self._anew = 0, 0, False
                     raise DeviceMemoryError(f"free memory lies too far apart for {what}")
         elif what in self._seen:
             self._recording = pieces.begin_recording()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
 
@@ -186,6 +187,16 @@ def test_where_it_does_not_help_everything_leaves_once_in_a_while(bench: Bench, 
     for _ in range(180):
         stage(bench)
     assert len(emptied) == known, "never without retries"
+
+
+def test_where_it_helps_for_some_iterations_it_is_done_again_as_soon(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.make("resting", 2)
+    emptied: list[int] = []
+    monkeypatch.setattr(bench.device, "give_back_memory", lambda: emptied.append(stages))
+    for stages in range(400):  # noqa: B007
+        stage(bench, retries=int(stages % 8 == 0))
+    waits = [after - before for before, after in itertools.pairwise(emptied)]
+    assert len(waits) > 8 and max(waits) == min(waits)
 
 
 def test_a_large_budget_has_more_patience(monkeypatch: pytest.MonkeyPatch) -> None:
