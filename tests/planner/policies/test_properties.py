@@ -13,6 +13,7 @@ from planner.bound import lower_bound_seconds
 from planner.policies import HEURISTICS, POLICIES
 from planner.problem import Problem, live_bytes
 
+from ...thoroughness import by_profile
 from ..strategies import problems, replay_of_random_plan, traces, training_problems
 from ..traces import HAND, hand, layers, transformer_trace
 
@@ -99,7 +100,7 @@ def test_budgets_of_the_lower_tiers_hold(case: tuple[Trace, Budgets], storage_by
 def budgets_for(made: Trace) -> list[Budgets]:
     most, smallest = max(live_bytes(made)), floor(made)[0]
     sizes = {max(smallest, most * share // 100) for share in (100, 90, 70, 50, 30)} | {smallest + smallest // 20}
-    return [Budgets(device_bytes=size) for size in sorted(sizes)]
+    return [Budgets(device_bytes=size) for size in sorted(sizes)[:: by_profile(ci=2, long=1)]]
 
 
 @pytest.mark.parametrize("rate", [1.0, *(pytest.param(rate, marks=pytest.mark.long) for rate in (0.5, 2.0))])
