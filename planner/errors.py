@@ -28,24 +28,6 @@ import os
 from collections.abc import Sequence
 from typing import Self
 
-__all__ = [
-    "BudgetError",
-    "CheckpointError",
-    "ChecksumError",
-    "FileFormatError",
-    "InfeasiblePlanError",
-    "OptionsError",
-    "PlanError",
-    "RankError",
-    "SolverError",
-    "StorageError",
-    "StorageFullError",
-    "StorageIOError",
-    "TeraioError",
-    "TraceError",
-    "UnsupportedError",
-]
-
 
 class TeraioError(Exception):
     """Root of all errors that teraio raises on purpose."""
