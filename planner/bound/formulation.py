@@ -22,7 +22,7 @@ from math import inf
 
 from planner.bound.classes import RerunClass, UpdateClass
 from planner.bound.windows import CopyClass, CopyWindow, Instants
-from planner.lp import PROCESSOR, HostUpdateVariables, Program, Terms, UpdateChain, Variable, add_host_update
+from planner.lp import HostUpdateVariables, Program, Terms, TimeRows, Variable, add_chains, add_host_update, steps
 from planner.problem import Problem, Route
 from planner.schema import Link
 
@@ -31,7 +31,7 @@ from planner.schema import Link
 class BoundModel:
     """The program and the rows that every class adds terms to.
 
-    By instant: `memory`, and `places` by tier. By span: `links`, by name of the link or shared rate. `whole`: blocks are absent
+    By instant: `memory`, and `places` by tier. By span: `time`. `whole`: blocks are absent
     as a whole or not at all. `stall`: None for a span that cannot stall. `again`: R of each class of recompute groups, by
     span.
     """
@@ -42,8 +42,8 @@ class BoundModel:
     whole: bool
     stall: list[Variable | None]
     memory: list[Terms]
+    time: TimeRows
     places: dict[str, list[Terms]] = field(default_factory=dict)
-    links: dict[str, list[Terms]] = field(default_factory=dict)
     updates: list[HostUpdateVariables] = field(default_factory=list)
     again: list[dict[int, Variable]] = field(default_factory=list)
 
@@ -83,12 +83,7 @@ class CopyVariables:
 
 def add_use(model: BoundModel, block_class: CopyClass, link: Link, span: int, step: Terms) -> None:
     """Add a step of a copy to the rows of its link and of the rates that the link shares."""
-    seconds = _seconds(block_class, link)
-    model.links[link.name][span] += [(variable, factor * seconds) for variable, factor in step]
-    for number, shared in enumerate(model.problem.shared):
-        if link.name in shared.seconds_per_byte:
-            share = block_class.size_bytes * shared.seconds_per_byte[link.name]
-            model.links[f"shared {number}"][span] += [(variable, factor * share) for variable, factor in step]
+    model.time.add(link.name, span, step, seconds=_seconds(block_class, link), size_bytes=block_class.size_bytes)
 
 
 def _seconds(block_class: CopyClass, link: Link) -> float:
@@ -114,34 +109,15 @@ def add_reruns(model: BoundModel, classes: Sequence[RerunClass]) -> None:
 
 
 def add_updates(model: BoundModel) -> None:
-    """Add the updates on the host to all rows, and the processor's own: Σ host_seconds · ΔU_k ≤ τ_k + δ_k."""
-    problem, scale = model.problem, model.problem.byte_scale
-    processor = model.links.setdefault(PROCESSOR, [[] for _ in model.instants.positions])
+    """Add the updates on the host to all rows, and their chains."""
+    scale = model.problem.byte_scale
     for update in model.updates:
         for k, terms in update.absent.items():
             model.memory[k] += [(variable, size / scale) for variable, size in terms]
-        for name, by_span in update.busy.items():
-            rows = processor if name == PROCESSOR else model.links[name]
-            for k, terms in by_span.items():
-                rows[k] += terms
-        for number, shared in enumerate(problem.shared):
-            for name, seconds in shared.seconds_per_byte.items():
-                for k, terms in update.moved[name].items():
-                    row = model.links[f"shared {number}"][k]
-                    row += [(variable, size * seconds) for variable, size in terms]
-        for chain in update.windows.chains:
-            _add_chain(model, update, chain)
+        model.time.add_update(update)
         for row in model.places["host"]:
             row.append((update.chosen, update.windows.host_bytes / scale))
-
-
-def _add_chain(model: BoundModel, update: HostUpdateVariables, chain: UpdateChain) -> None:
-    """h_g · seconds of the chain ≤ Σ τ_k − Σ h · device_seconds of the stages in k + Σ δ_k over its spans."""
-    spans = [k % len(model.instants) for k in chain.spans]  # a chain longer than an iteration has some spans twice
-    row: Terms = [(update.chosen, chain.seconds)]
-    row += [(stall, -1.0) for k in spans if (stall := model.stall[k]) is not None]
-    row += [(each.chosen, each.windows.device_seconds * spans.count(each.windows.span)) for each in model.updates]
-    model.program.at_most(row, sum(model.instants.span_seconds[k] for k in spans))
+    add_chains(model.program, model.updates, model.stall, model.instants.span_seconds)
 
 
 def add_memory(model: BoundModel) -> None:
@@ -166,12 +142,12 @@ def add_places(model: BoundModel) -> None:
 def add_link_time(model: BoundModel) -> None:
     """Σ seconds · ΔO_k ≤ τ_k − Σ h_g · device_seconds of its stage, if in k, + δ_k, and the same for I.
 
-    A link carries one block at a time. Links that share a rate carry their bytes together.
+    A link carries one block at a time, the host's processor one update. Links that share a rate carry their bytes together.
     """
     saved: dict[int, Terms] = defaultdict(list)
     for update in model.updates:
         saved[update.windows.span].append((update.chosen, update.windows.device_seconds))
-    for rows in model.links.values():
+    for rows in model.time.named.values():
         for k, (row, seconds, stall) in enumerate(zip(rows, model.instants.span_seconds, model.stall, strict=True)):
             if row:
                 wait: Terms = [] if stall is None else [(stall, -1.0)]
@@ -199,13 +175,10 @@ def build_bound(
         whole=whole,
         stall=[program.variable(inf) if can else None for can in instants.can_stall],
         memory=[[] for _ in instants.positions],
+        time=TimeRows(problem, len(instants)),
     )
     for route in problem.routes:
         model.places[route.tier] = [[] for _ in instants.positions]
-        for link in (route.outward, route.inward):
-            model.links[link.name] = [[] for _ in instants.positions]
-    for number in range(len(problem.shared)):
-        model.links[f"shared {number}"] = [[] for _ in instants.positions]
     model.updates = [
         add_host_update(program, each.windows, problem.route("host"), count=len(instants), whole=whole) for each in updates
     ]
@@ -340,11 +313,12 @@ def _add_shares(model: BoundModel, copies: CopyVariables, gone: dict[int, Terms]
             model.program.at_least([*absent, (away, -1.0)], 0)
             absent = [(away, 1.0)]
         gone[k] += absent
-    out: list[Terms] = [[(variable, 1.0)] for variable in copies.out]
-    into: list[Terms] = [[(variable, 1.0)] for variable in copies.into]
-    _add_steps(model, copies, copies.route.outward, out)
+    for position, step in steps(copies.out):
+        add_use(model, copies.block_class, copies.route.outward, window.begin + position, step)
     if not window.final:
-        _add_steps(model, copies, copies.route.inward, [*into, copies.waiting])
+        last = [*copies.waiting, *((variable, -1.0) for variable in copies.into[-1:])]
+        for position, step in (*steps(copies.into), (len(copies.into), last)):
+            add_use(model, copies.block_class, copies.route.inward, window.begin + position, step)
 
 
 def _add_place(model: BoundModel, copies: CopyVariables, kept: Variable | None, chosen: Terms, *, around: bool) -> None:
@@ -362,11 +336,3 @@ def _add_place(model: BoundModel, copies: CopyVariables, kept: Variable | None, 
     for position, k in enumerate(copies.window.inside):
         row = model.places[copies.route.tier][k % len(model.instants)]
         row += [(variable, share) for variable, _ in copies.left(position)]
-
-
-def _add_steps(model: BoundModel, copies: CopyVariables, link: Link, cumulative: list[Terms]) -> None:
-    before: Terms = []
-    for span, terms in enumerate(cumulative, start=copies.window.begin):
-        step = terms + [(variable, -factor) for variable, factor in before]
-        add_use(model, copies.block_class, link, span % len(model.instants), step)
-        before = terms

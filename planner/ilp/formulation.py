@@ -29,12 +29,12 @@ from planner.ilp.model import (
     add_link_time,
     add_rerun_memory,
     add_rerun_reads,
-    add_shared_limit,
+    add_time,
     add_updates,
     add_user_code,
     reruns_in,
 )
-from planner.lp import Program, Terms, add_host_update, host_update_windows
+from planner.lp import Program, Terms, TimeRows, add_host_update, host_update_windows
 from planner.problem import TIE_WEIGHT, Problem, RerunPlaces, Route, in_units, made_by, outward_weight, solver_unit
 from planner.schema import Subgroup
 
@@ -84,6 +84,8 @@ def coarse_program(
         stall=[program.variable(inf) for _ in segments],
         leaving=[program.variable(inf) for _ in segments],
         unplaced=[program.variable(inf) for _ in segments],
+        time=TimeRows(scaled, len(segments)),
+        visible=TimeRows(scaled, len(segments)),
         reruns=reruns,
         again=[program.variable() for _ in reruns],
     )
@@ -103,12 +105,13 @@ def coarse_program(
     _add_copy_order(model)
     _add_valid_copies(model)
     _add_memory(model)
+    add_time(model)
     for route in scaled.routes:
         add_link_time(model, route)
         add_user_code(model, route)
         add_capacity(model, route)
-    for shared in scaled.shared:
-        add_shared_limit(model, shared)
+    for number in range(len(scaled.shared)):
+        model.add_time_limit(f"shared {number}")
     add_updates(model)
     add_rerun_reads(model)
     asked = (resolution, tuple(subgroup.id for subgroup in subgroups), write_weight, decided, places is None)

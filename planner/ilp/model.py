@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from math import inf
 
 from planner.ilp.classes import BlockClass, ClassPeriod, GroupClass, Segment
-from planner.lp import PROCESSOR, HostUpdateVariables, Program, Terms, Variable
-from planner.problem import Problem, Route, SharedLimit
+from planner.lp import PROCESSOR, HostUpdateVariables, Program, Terms, TimeRows, Variable, add_chains, steps
+from planner.problem import Problem, Route
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,7 +70,8 @@ class CoarseModel:
 
     The routes of `problem`, segments and updates count time in the same unit; the unit of the trace does not matter.
 
-    `reruns`: classes of recompute groups; empty where nothing may run again. `again`: r of each class, the share of its groups
+    `time`, `visible`: what links, shared rates and the processor do, in all and for blocks that user code can reach. `reruns`:
+    classes of recompute groups; empty where nothing may run again. `again`: r of each class, the share of its groups
     that run again.
     """
 
@@ -80,6 +81,8 @@ class CoarseModel:
     stall: list[Variable]
     leaving: list[Variable]
     unplaced: list[Variable]
+    time: TimeRows
+    visible: TimeRows
     periods: list[PeriodVariables] = field(default_factory=list)
     updates: list[HostUpdateVariables] = field(default_factory=list)
     reruns: Sequence[GroupClass] = ()
@@ -94,44 +97,55 @@ class CoarseModel:
         """Return an empty row for each segment."""
         return [[] for _ in self.segments]
 
-    def add_time_limit(self, rows: Sequence[Terms], name: str = "") -> None:
+    def add_time_limit(self, name: str) -> None:
         """Add Σ row_k ≤ τ_k − Σ_g h_g · device_seconds of its stage, if in k, + Σ_c r_c · d_c, if in k, + δ_k.
 
-        `name`: a link, or the host's processor.
+        `name`: of the row in `time`: a link, the processor or a shared rate.
         """
-        for k, segment in enumerate(self.segments):
-            row = rows[k] + [term for update in self.updates for term in update.busy[name][k]]
+        for k, (segment, row) in enumerate(zip(self.segments, self.time.named[name], strict=True)):
             if row:
                 saved = [(u.chosen, u.windows.device_seconds) for u in self.updates if u.windows.span == k]
                 again = [(r, -each.seconds) for each, r in zip(self.reruns, self.again, strict=True) if each.end == k]
                 self.program.at_most([*row, *saved, *again, (self.stall[k], -1.0)], segment.seconds)
 
+    def within_stall(self, k: int, row: Terms) -> None:
+        """Add row ≤ δ_k."""
+        if row:
+            self.program.at_most([*row, (self.stall[k], -1.0)], 0)
+
+
+def add_time(model: CoarseModel) -> None:
+    """Count what copies and updates take, in all and of blocks that user code can reach."""
+    users = any(segment.user for segment in model.segments)
+    for entry in model.periods:
+        for rows in (model.time, model.visible) if users and entry.block_class.user_visible else (model.time,):
+            for link, curve, seconds in (
+                (entry.route.outward, entry.out, entry.out_seconds),
+                (entry.route.inward, entry.steps_in, entry.in_seconds),
+            ):
+                for position, step in steps(curve):
+                    k, size = entry.period.begin + 1 + position, entry.block_class.size_bytes
+                    rows.add(link.name, k, step, seconds=seconds, size_bytes=size)
+    for update in model.updates:
+        model.time.add_update(update)
+        model.visible.add_update(update)
+
 
 def add_link_time(model: CoarseModel, route: Route) -> None:
     """Σ seconds · ΔO_k ≤ τ_k + δ_k and Σ seconds · ΔI_k ≤ τ_k + δ_k. The share that comes in at b itself: ≤ δ_b."""
-    count = len(model.segments)
-    outward: list[Terms] = model.rows()
-    inward: list[Terms] = model.rows()
     late: list[Terms] = model.rows()
     for entry in model.periods:
-        if entry.route.tier != route.tier:
-            continue
-        begin = entry.period.begin + 1
-        _add_steps(outward, entry.out, begin, entry.out_seconds)
-        _add_steps(inward, entry.steps_in, begin, entry.in_seconds)
-        if not entry.period.final:
+        if entry.route.tier == route.tier and not entry.period.final:
             last = entry.into[-1]
             assert last is not None  # the window is never empty
-            late[entry.period.end % count] += [(entry.chosen, entry.in_seconds), (last, -entry.in_seconds)]
-    for update in model.updates:
-        if route.tier == "host":
-            for k, terms in update.late.items():
-                late[k] += terms
-    model.add_time_limit(outward, route.outward.name)
-    model.add_time_limit(inward, route.inward.name)
+            late[entry.period.end % len(late)] += [(entry.chosen, entry.in_seconds), (last, -entry.in_seconds)]
+    for update in model.updates if route.tier == "host" else ():
+        for k, terms in update.late.items():
+            late[k] += terms
+    model.add_time_limit(route.outward.name)
+    model.add_time_limit(route.inward.name)
     for k, row in enumerate(late):
-        if row:
-            model.program.at_most([*row, (model.stall[k], -1.0)], 0)
+        model.within_stall(k, row)
 
 
 def add_user_code(model: CoarseModel, route: Route) -> None:
@@ -139,40 +153,15 @@ def add_user_code(model: CoarseModel, route: Route) -> None:
 
     Such copies must end before user code starts, see [Note: user code] in `planner.problem.host_updates`.
     """
-    users = [k for k, segment in enumerate(model.segments) if segment.user]
-    outward: list[Terms] = model.rows()
-    inward: list[Terms] = model.rows()
-    for entry in model.periods if users else ():
-        if entry.route.tier == route.tier and entry.block_class.user_visible:
-            _add_steps(outward, entry.out, entry.period.begin + 1, entry.out_seconds)
-            _add_steps(inward, entry.steps_in, entry.period.begin + 1, entry.in_seconds)
-    for k in users:
-        for link, row in ((route.outward, outward[k]), (route.inward, inward[k])):
-            row = row + [term for update in model.updates for term in update.busy[link.name][k]]
-            if row:
-                model.program.at_most([*row, (model.stall[k], -1.0)], 0)
-
-
-def add_shared_limit(model: CoarseModel, shared: SharedLimit) -> None:
-    """Σ seconds_per_byte · bytes moved, over the links that share a rate, ≤ τ_k + δ_k."""
-    rows: list[Terms] = model.rows()
-    for entry in model.periods:
-        begin = entry.period.begin + 1
-        for link, steps in ((entry.route.outward, entry.out), (entry.route.inward, entry.steps_in)):
-            if link.name in shared.seconds_per_byte:
-                _add_steps(rows, steps, begin, entry.block_class.size_bytes * shared.seconds_per_byte[link.name])
-    for update in model.updates:
-        for name, seconds in shared.seconds_per_byte.items():
-            for k, terms in update.moved[name].items():
-                rows[k] += [(variable, size * seconds) for variable, size in terms]
-    model.add_time_limit(rows)
+    for k in (k for k, segment in enumerate(model.segments) if segment.user):
+        for link in (route.outward, route.inward):
+            model.within_stall(k, model.visible.named[link.name][k])
 
 
 def add_updates(model: CoarseModel) -> None:
     """y_{p,t} ≤ 1 − h_g for blocks of g, in periods that begin or end with its update and in all tiers other than host.
 
-    The host's processor: Σ host_seconds · ΔU_k ≤ τ_k + δ_k. The chains, whose members follow one another: Σ τ_k + Σ δ_k ≥ h_g ·
-    seconds of the chain.
+    The host's processor: Σ host_seconds · ΔU_k ≤ τ_k + δ_k. The chains, whose members follow one another: `add_chains`.
     """
     problem, chosen = model.problem, model.on_host
     for entry in model.periods:
@@ -183,26 +172,8 @@ def add_updates(model: CoarseModel) -> None:
         touched = {period.after} if period.final else {period.after, period.before % problem.stage_count}
         if problem.trace.subgroups[number].stage in touched or entry.route.tier != "host":
             model.program.at_most([(entry.chosen, 1.0), (chosen[number], 1.0)], 1)
-    model.add_time_limit(model.rows(), PROCESSOR)
-    count = len(model.segments)
-    for update in model.updates:
-        for chain in update.windows.chains:
-            spans = [k % count for k in chain.spans]
-            row: Terms = [(update.chosen, chain.seconds)]
-            row += [(model.stall[k], -1.0) for k in [*spans, chain.spans.stop % count]]
-            row += [(u.chosen, u.windows.device_seconds * spans.count(u.windows.span)) for u in model.updates]
-            model.program.at_most(row, sum(model.segments[k].seconds for k in spans))
-
-
-def _add_steps(rows: list[Terms], variables: Sequence[Variable | None], begin: int, seconds: float) -> None:
-    previous = None
-    for position, variable in enumerate(variables):
-        if variable != previous and variable is not None:
-            row = rows[(begin + position) % len(rows)]
-            row.append((variable, seconds))
-            if previous is not None:
-                row.append((previous, -seconds))
-        previous = variable
+    model.add_time_limit(PROCESSOR)
+    add_chains(model.program, model.updates, model.stall, [segment.seconds for segment in model.segments])
 
 
 def add_capacity(model: CoarseModel, route: Route) -> None:

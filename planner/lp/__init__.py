@@ -4,10 +4,12 @@ from planner.lp.host_updates import (
     PROCESSOR,
     HostUpdateVariables,
     HostUpdateWindows,
+    TimeRows,
     UpdateChain,
     UpdateCopy,
+    add_chains,
     add_host_update,
     host_update_windows,
 )
-from planner.lp.program import Program, Terms, Variable
+from planner.lp.program import Program, Terms, Variable, scaled, steps
 from planner.lp.solver import Solved, solve_program

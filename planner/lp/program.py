@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import inf
 
 Variable = int  # position of a variable in the program's lists
 
 Terms = list[tuple[Variable, float]]  # Σ factor · variable. A variable may occur more than once.
+
+
+def steps(curve: Iterable[Variable | None]) -> Iterator[tuple[int, Terms]]:
+    """Yield by how much a share grows at each position of its curve, but for those where it stays as it is. None stands for 0."""
+    previous: Variable | None = None
+    for position, variable in enumerate(curve):
+        if variable is not None and variable != previous:
+            yield position, [(variable, 1.0)] if previous is None else [(variable, 1.0), (previous, -1.0)]
+        previous = variable
+
+
+def scaled(terms: Iterable[tuple[Variable, float]], factor: float) -> Terms:
+    """Return factor · terms."""
+    return [(variable, each * factor) for variable, each in terms]
 
 
 class Program:
