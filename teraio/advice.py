@@ -128,13 +128,12 @@ def _planned(case: Case, asked: planner.Plan | None, settings: SolverSettings) -
 
 
 def _figures(case: Case, plan: planner.Plan, asked: planner.Plan | None, rated_bytes: int | None) -> dict[str, Any]:
-    seconds = _seconds(plan)
-    assert plan.predicted is not None  # `_seconds` has found it
-    per_second = plan.predicted.storage_written_bytes / seconds if seconds else 0.0
+    seconds = plan.replayed.iteration_seconds
+    per_second = plan.replayed.storage_written_bytes / seconds if seconds else 0.0
     lifetime = rated_bytes * case.drives / per_second / 86_400 if rated_bytes and per_second else None
     return {
         "predicted": plan.predicted,
-        "speed": case.work * _seconds(asked) / seconds if asked is not None and seconds else None,
+        "speed": case.work * asked.replayed.iteration_seconds / seconds if asked is not None and seconds else None,
         "holds_up": what_holds_up(critical_path(case.trace, plan, planner.simulate(case.trace, plan)).seconds()),
         "written_bytes_per_day": per_second * 86_400,
         "lifetime_days": lifetime,
@@ -147,11 +146,6 @@ def what_holds_up(path: Mapping[str, float]) -> str:
     others = {resource: seconds for resource, seconds in path.items() if resource != STAGES}
     worst = max(others, key=lambda resource: others[resource], default="")
     return worst if worst and others[worst] > _HARDLY * total else ""
-
-
-def _seconds(plan: planner.Plan) -> float:
-    assert plan.predicted is not None  # every plan that was made is replayed
-    return plan.predicted.iteration_seconds
 
 
 _MORE = 1.25

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from planner.problem import InactivePeriod, Problem
@@ -137,17 +138,19 @@ class CopyClass:
     `size_bytes`: of all members together. `read_only`: a valid copy is always in the lower tier. `update`: number of the class
     of updates that may run on the host, if the members belong to one; `around_update`: the windows that begin or end with its
     stage. `persistent`: the members exist all the time. `rerun`: number of the class of recompute groups that makes them.
+    `only`: the one member (a block), if blocks are kept apart.
     """
 
     windows: tuple[CopyWindow, ...]
     read_only: bool
-    size_bytes: int
-    smallest_bytes: int
-    largest_bytes: int
-    update: int | None = None
-    around_update: frozenset[int] = frozenset()
-    persistent: bool = False
-    rerun: int | None = None
+    update: int | None
+    around_update: frozenset[int]
+    persistent: bool
+    rerun: int | None
+    only: int | None
+    size_bytes: int = 0
+    smallest_bytes: int = 0
+    largest_bytes: int = 0
 
 
 def copy_classes(
@@ -179,33 +182,28 @@ def copy_classes(
         for block in problem.trace.subgroups[subgroup].blocks
     }
     made_by, visits = made_by or {}, visits or {}
-    groups: dict[tuple[tuple[CopyWindow, ...], bool, int, int | None, frozenset[int], bool, int | None], list[int]] = {}
+    groups: dict[CopyClass, list[int]] = defaultdict(list)
     for periods in stretches.values():
-        update, stage = owner.get(periods[0].block, (None, None))
-        windows, around = _windows(problem, periods, instants, stage, visits.get(periods[0].block, ()))
+        block, read_only = periods[0].block, periods[0].read_only
+        update, stage = owner.get(block, (None, None))
+        windows, around = _windows(problem, periods, instants, stage, visits.get(block, ()))
         helpful = [number for number, w in enumerate(windows) if any(tight[k % len(tight)] for k in w.inside)]
-        read_only = periods[0].read_only
         # The windows of a read_only block are independent of one another.
         runs = [windows[n : n + 1] for n in helpful] if read_only else [windows[: n + 1] for n in helpful[-1:]]
-        member = periods[0].block if apart else 0
         for run in runs:
-            persistent = problem.trace.blocks[periods[0].block].persistent
-            rerun = made_by.get(periods[0].block)
-            key = (tuple(run), read_only, member, update, around.intersection(range(len(run))), persistent, rerun)
-            groups.setdefault(key, []).append(periods[0].size_bytes)
+            alike = CopyClass(
+                windows=tuple(run),
+                read_only=read_only,
+                update=update,
+                around_update=around.intersection(range(len(run))),
+                persistent=problem.trace.blocks[block].persistent,
+                rerun=made_by.get(block),
+                only=block if apart else None,
+            )
+            groups[alike].append(periods[0].size_bytes)
     return tuple(
-        CopyClass(
-            windows=windows,
-            read_only=read_only,
-            size_bytes=sum(sizes),
-            smallest_bytes=min(sizes),
-            largest_bytes=max(sizes),
-            update=update,
-            around_update=around,
-            persistent=persistent,
-            rerun=rerun,
-        )
-        for (windows, read_only, _, update, around, persistent, rerun), sizes in groups.items()
+        replace(each, size_bytes=sum(sizes), smallest_bytes=min(sizes), largest_bytes=max(sizes))
+        for each, sizes in groups.items()
     )
 
 

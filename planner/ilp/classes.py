@@ -6,11 +6,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import NamedTuple
 
 from planner.problem import Problem, RerunPlaces, made_bytes, stage_floors
 from planner.schema import Link, RecomputeGroup, Subgroup
 
-# (begin, end, epoch, rank, final) of a period in segments, and its position in `Problem.periods`.
+# What periods of one class have in common (a `ClassPeriod` without `indices`), and a period's position in `Problem.periods`.
 _Idle = tuple[tuple[int, int, int, int, bool], int]
 
 
@@ -96,8 +97,7 @@ def segments_of(problem: Problem, max_segments: int) -> tuple[Segment, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassPeriod:
+class ClassPeriod(NamedTuple):
     """A period in which the members are idle at the peaks of the segments `begin` + 1 … `end` − 1.
 
     `end` is numbered on over the iteration's end. `indices`: the period of each member, by position in `Problem.periods`.
@@ -186,7 +186,6 @@ def _chunks(problem: Problem, members: list[int], largest_bytes: int) -> list[li
 
 def _class(problem: Problem, members: list[int], by_block: dict[int, list[_Idle]], grid: SegmentGrid) -> BlockClass:
     blocks = [problem.trace.blocks[member] for member in members]
-    pattern = by_block[members[0]]
     return BlockClass(
         blocks=tuple(members),
         size_bytes=sum(block.size_bytes for block in blocks),
@@ -196,15 +195,8 @@ def _class(problem: Problem, members: list[int], by_block: dict[int, list[_Idle]
         first_segment=min(grid.span_of(block.uses[0]) for block in blocks),
         last_segment=max(grid.span_of(block.last_stage) for block in blocks),
         periods=tuple(
-            ClassPeriod(
-                begin=begin,
-                end=end,
-                epoch=epoch,
-                rank=rank,
-                final=final,
-                indices=tuple(by_block[member][position][1] for member in members),
-            )
-            for position, ((begin, end, epoch, rank, final), _) in enumerate(pattern)
+            ClassPeriod(*common, indices=tuple(by_block[member][position][1] for member in members))
+            for position, (common, _) in enumerate(by_block[members[0]])
         ),
     )
 

@@ -42,7 +42,7 @@ def with_lower_bound(plan: Plan, trace: Trace, budgets: Budgets, *, threads: int
 
     `threads`: solver's.
     """
-    enough, bound = iteration_seconds(plan) * (1 - _TIGHT), lower_bound_of(plan)
+    enough, bound = plan.replayed.iteration_seconds * (1 - _TIGHT), plan.replayed.lower_bound_seconds
     try:
         for instants in (*([] if bound else [None]), *more_instants(len(trace.stages))):
             if bound < enough:
@@ -56,22 +56,7 @@ def with_lower_bound(plan: Plan, trace: Trace, budgets: Budgets, *, threads: int
 
 def with_bound(plan: Plan, seconds: float) -> Plan:
     """Set the lower bound in the predictions; 0 if it is not known."""
-    return plan.model_copy(update={"predicted": predicted(plan).model_copy(update={"lower_bound_seconds": seconds})})
-
-
-def iteration_seconds(plan: Plan) -> float:
-    """Return what the replay of a plan took."""
-    return predicted(plan).iteration_seconds
-
-
-def lower_bound_of(plan: Plan) -> float:
-    """Return the lower bound in the predictions; 0 if it is not known."""
-    return predicted(plan).lower_bound_seconds
-
-
-def predicted(plan: Plan) -> Predicted:
-    assert plan.predicted is not None  # `with_predictions` comes first
-    return plan.predicted
+    return plan.model_copy(update={"predicted": plan.replayed.model_copy(update={"lower_bound_seconds": seconds})})
 
 
 def _with_free_after(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from planner.errors import BudgetError, InfeasiblePlanError, OptionsError, PlanError
 from planner.ilp import MAX_INTEGER_STAGES
 from planner.policies.optimise import Task, exact_candidates, optimise
-from planner.policies.predictions import iteration_seconds, lower_bound_of, with_bound, with_lower_bound, with_predictions
+from planner.policies.predictions import with_bound, with_lower_bound, with_predictions
 from planner.policies.published import (
     all_on_host,
     every_second_on_device,
@@ -113,7 +113,11 @@ def _no_slower_than(incumbents: Sequence[Plan], trace: Trace, budgets: Budgets, 
     except (BudgetError, InfeasiblePlanError):
         if not found:
             raise
-    return min(found, key=iteration_seconds)
+    return min(found, key=_seconds)
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.replayed.iteration_seconds
 
 
 def _carried_over(trace: Trace, budgets: Budgets, incumbent: Plan) -> Iterator[Plan]:
@@ -190,14 +194,14 @@ def _or_by_a_rule(made: Plan, trace: Trace, budgets: Budgets, settings: SolverSe
     """Return `made`; in short iterations, the plan by a fixed rule for updates where that is faster."""
     if len(trace.stages) > MAX_INTEGER_STAGES or settings.write_weight > DEFAULT_WRITE_WEIGHT or not host_updatable(trace):
         return made
-    bound = lower_bound_of(made)
-    if iteration_seconds(made) <= bound * _AT_THE_BOUND or out_of_time():
+    bound = made.replayed.lower_bound_seconds
+    if _seconds(made) <= bound * _AT_THE_BOUND or out_of_time():
         return made
     found = [made]
     for rule in RULES.values():
         with suppress(BudgetError, InfeasiblePlanError):  # no plan without re-runs, or no room in the host tier
             found.append(rule(trace, budgets, settings))
-    best = min(found, key=iteration_seconds)
+    best = min(found, key=_seconds)
     return made if best is made else with_bound(best, bound).model_copy(update={"policy": made.policy})
 
 

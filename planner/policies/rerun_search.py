@@ -18,7 +18,7 @@ from planner.errors import BudgetError, InfeasiblePlanError, PlanError, SolverEr
 from planner.ilp import MAX_INTEGER_STAGES, rerun_shares
 from planner.policies.effort import effort_of
 from planner.policies.optimise import Task, optimise
-from planner.policies.predictions import iteration_seconds, lower_bound_of, predicted, with_bound
+from planner.policies.predictions import with_bound
 from planner.problem import (
     DEFAULT_WRITE_WEIGHT,
     Problem,
@@ -197,8 +197,8 @@ class _Search:
 
     def _waits(self, made: Plan) -> bool:
         """Whether stages wait, and the plan is not close to the bound, if that is known (it holds for re-runs, too)."""
-        seconds, bound = iteration_seconds(made), lower_bound_of(made)
-        stalls = predicted(made).stall_seconds > self.effort.waits * seconds
+        seconds, bound = made.replayed.iteration_seconds, made.replayed.lower_bound_seconds
+        stalls = made.replayed.stall_seconds > self.effort.waits * seconds
         return stalls and not 0 < seconds <= bound * self.effort.close_alone
 
     def _surely_better(self) -> bool:
@@ -276,10 +276,10 @@ class _Search:
 
     def _cost(self, made: Plan) -> float:
         """Iteration seconds, plus what copies to drives are worth where that weighs more than usual."""
-        cost, weight = iteration_seconds(made), self._task.settings.write_weight
+        cost, weight = made.replayed.iteration_seconds, self._task.settings.write_weight
         link = self.trace.hardware.link("device", "storage")
         if link is not None and weight > DEFAULT_WRITE_WEIGHT:
-            cost += weight * predicted(made).storage_written_bytes / link.bytes_per_second
+            cost += weight * made.replayed.storage_written_bytes / link.bytes_per_second
         return cost
 
 

@@ -94,14 +94,12 @@ def _periods_of(block: Block, stages: int) -> list[InactivePeriod]:
 class BlockActivity:
     """How long one block is used and idle, in an iteration that never waits.
 
-    `active_seconds`: duration of the stages that use it. `active_fraction`: their share of the iteration (0 if the iteration
-    takes no time). `idle_seconds`: the rest of the time that the block exists, in all its inactive periods.
-    `longest_idle_seconds`: the longest of these; for a persistent block it may wrap round the iteration's end. `clean`:
-    persistent and never written, so it needs no copy out in the steady state. All other blocks are dirty.
+    `active_fraction`: share of the iteration in which a stage uses it (0 if that takes no time). `idle_seconds`: the rest of the
+    time that the block exists, in all its inactive periods. `longest_idle_seconds`: the longest of these; for a persistent block
+    it may wrap round the iteration's end. `clean`: persistent and never written, so it needs no copy out in the steady state. All
+    other blocks are dirty.
     """
 
-    block: int
-    active_seconds: float
     active_fraction: float
     idle_seconds: float
     longest_idle_seconds: float
@@ -119,8 +117,6 @@ def block_activities(trace: Trace) -> tuple[BlockActivity, ...]:
         idle = [begins[p.before] - begins[p.after + 1] for p in _periods_of(block, len(durations))]
         found.append(
             BlockActivity(
-                block=block.id,
-                active_seconds=active,
                 active_fraction=active / trace.ideal_seconds if trace.ideal_seconds else 0.0,
                 idle_seconds=sum(idle),
                 longest_idle_seconds=max(idle, default=0.0),

@@ -191,6 +191,12 @@ class Plan(GrownModel):
             check_ids(f"the plan for length {each.length}", each.left_out, len(self.moves), "move")
         return self
 
+    @property
+    def replayed(self) -> Predicted:
+        """What is predicted, of a plan that was replayed, as every plan is that the planner makes."""
+        assert self.predicted is not None
+        return self.predicted
+
     def thinned(self, left_out: Collection[int], trace: Trace) -> Plan:
         """Return the plan without these moves, by number, for a trace with other sizes."""
         kept, without = enumerate(self.moves), frozenset(left_out)

@@ -203,29 +203,20 @@ def _segments(timeline: Timeline) -> list[PathSegment]:
 
     Only segments that take no time can begin and end at the same instant; of these, stages come first.
     """
+    whole: list[tuple[str, int, int | None, StageTimes | HostUpdate | Transfer]] = [
+        *((STAGES, number, None, stage) for number, stage in enumerate(timeline.stages)),
+        *((HOST_UPDATES, update.subgroup, None, update) for update in timeline.updates),
+        *((transfer.link, transfer.move, transfer.block, transfer) for transfer in timeline.transfers),
+    ]
     found = [
-        PathSegment(resource=STAGES, index=number, block=None, start_seconds=stage.start_seconds, end_seconds=stage.end_seconds)
-        for number, stage in enumerate(timeline.stages)
-    ]
-    found += [
         PathSegment(
-            resource=HOST_UPDATES,
-            index=update.subgroup,
-            block=None,
-            start_seconds=max(update.start_seconds, 0.0),
-            end_seconds=update.end_seconds,
+            resource=resource,
+            index=index,
+            block=block,
+            start_seconds=max(times.start_seconds, 0.0),
+            end_seconds=times.end_seconds,
         )
-        for update in timeline.updates
-    ]
-    found += [
-        PathSegment(
-            resource=transfer.link,
-            index=transfer.move,
-            block=transfer.block,
-            start_seconds=max(transfer.start_seconds, 0.0),
-            end_seconds=transfer.end_seconds,
-        )
-        for transfer in timeline.transfers
+        for resource, index, block, times in whole
     ]
     return sorted(found, key=lambda segment: (segment.end_seconds, segment.start_seconds))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import TypeVar
 
 import planner
@@ -94,16 +95,7 @@ def block_summaries(trace: planner.Trace) -> list[Data]:
     `active_fraction`: share of the iteration time in which a stage uses it. `idle_seconds`: length of all its inactive periods.
     `longest_idle_seconds`: length of the longest. `clean`: whether no stage writes it, so that it needs no copy out.
     """
-    return [
-        {
-            **data_of(block),
-            "active_fraction": found.active_fraction,
-            "idle_seconds": found.idle_seconds,
-            "longest_idle_seconds": found.longest_idle_seconds,
-            "clean": found.clean,
-        }
-        for block, found in zip(trace.blocks, block_activities(trace), strict=True)
-    ]
+    return [{**data_of(block), **asdict(found)} for block, found in zip(trace.blocks, block_activities(trace), strict=True)]
 
 
 def idlest_blocks(blocks: Iterable[Data]) -> list[Data]:
