@@ -330,7 +330,7 @@ class TimeRows:
 
     def __init__(self, problem: Problem, count: int) -> None:
         links = [link.name for route in problem.routes for link in (route.outward, route.inward)]
-        self._shared = {f"shared {number}": limit.seconds_per_byte for number, limit in enumerate(problem.shared)}
+        self._shared = {f"shared {number}": limit for number, limit in enumerate(problem.shared)}
         names = (*links, *self._shared, PROCESSOR)
         self.named: dict[str, list[Terms]] = {name: [[] for _ in range(count)] for name in names}
 

@@ -263,8 +263,5 @@ def in_units(problem: Problem, unit_seconds: float) -> Problem:
             for link in (route.outward, route.inward)
         )
         routes.append(replace(route, outward=outward, inward=inward))
-    shared = tuple(
-        SharedLimit(seconds_per_byte={name: seconds / unit_seconds for name, seconds in limit.seconds_per_byte.items()})
-        for limit in problem.shared
-    )
+    shared = tuple({name: seconds / unit_seconds for name, seconds in limit.items()} for limit in problem.shared)
     return replace(problem, routes=tuple(routes), shared=shared)

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from planner.errors import PlanError
-from planner.schema import Block, Plan, Recompute, RecomputeGroup, Stage, Trace
+from planner.schema import Block, Move, Plan, Recompute, RecomputeGroup, Stage, Trace
 
 
 def recomputed(trace: Trace, chosen: Iterable[Recompute]) -> Trace:
@@ -48,12 +48,18 @@ def spelled_out(trace: Trace, plan: Plan) -> tuple[Trace, Plan]:
         return trace, plan
     derived, sources = _derive(trace, plan.recompute)
     anew = {sources[block.id]: block for block in derived.blocks[len(trace.blocks) :]}
-    moves = list(plan.moves)
-    for index, move in enumerate(moves):
+
+    def block_of(move: Move) -> int:
         made = anew.get(move.block)
-        if made is not None and move.after >= made.uses[0]:
-            moves[index] = move.model_copy(update={"block": made.id})
-    return derived, plan.model_copy(update={"moves": tuple(moves), "recompute": ()})
+        return made.id if made is not None and move.after >= made.uses[0] else move.block
+
+    return derived, plan.model_copy(update={"moves": _with_blocks(plan.moves, block_of), "recompute": ()})
+
+
+def _with_blocks(moves: Sequence[Move], block_of: Callable[[Move], int]) -> tuple[Move, ...]:
+    """The moves, with other blocks."""
+    pairs = ((move, block_of(move)) for move in moves)
+    return tuple(move if block == move.block else move.model_copy(update={"block": block}) for move, block in pairs)
 
 
 def folded(trace: Trace, chosen: Sequence[Recompute], plan: Plan) -> Plan:
@@ -64,16 +70,13 @@ def folded(trace: Trace, chosen: Sequence[Recompute], plan: Plan) -> Plan:
     if not chosen:
         return plan
     sources = _derive(trace, chosen)[1]
-    moves = list(plan.moves)
-    for index, move in enumerate(moves):
-        if sources[move.block] != move.block:
-            moves[index] = move.model_copy(update={"block": sources[move.block]})
+    moves = _with_blocks(plan.moves, lambda move: sources[move.block])
     predicted = plan.predicted
     if predicted is not None:
         seconds = recompute_seconds(trace, chosen)
         changed = {"ideal_seconds": trace.ideal_seconds, "recompute_seconds": seconds, "lower_bound_seconds": 0.0}
         predicted = predicted.model_copy(update=changed)
-    changes = {"trace_fingerprint": trace.fingerprint, "moves": tuple(moves), "recompute": tuple(chosen), "predicted": predicted}
+    changes = {"trace_fingerprint": trace.fingerprint, "moves": moves, "recompute": tuple(chosen), "predicted": predicted}
     return plan.model_copy(update=changes)
 
 

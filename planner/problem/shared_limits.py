@@ -10,7 +10,6 @@ the rows: for each pair of links, Σ seconds_per_byte · bytes ≤ seconds. They
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 
 from planner.schema import Budgets, Hardware, Link, Trace
@@ -18,11 +17,8 @@ from planner.schema import Budgets, Hardware, Link, Trace
 _SAME = 1e-9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedLimit:
-    """In any stretch of time, Σ seconds_per_byte · bytes over these links is at most its length. Keys are names of links."""
-
-    seconds_per_byte: dict[str, float]
+# Seconds per byte of some links, by name: in any stretch of time, Σ seconds per byte · bytes is at most its length.
+SharedLimit = dict[str, float]
 
 
 def shared_limits(hardware: Hardware, used: Sequence[Link]) -> tuple[SharedLimit, ...]:
@@ -32,16 +28,12 @@ def shared_limits(hardware: Hardware, used: Sequence[Link]) -> tuple[SharedLimit
         (shared.bytes_per_second, [n for n, name in enumerate(names) if name in shared.links]) for shared in hardware.shared
     ]
     groups = [(rate, members) for rate, members in groups if len(members) > 1]
-    found = [
-        SharedLimit(seconds_per_byte={names[number]: 1 / rate for number in members})
-        for rate, members in groups
-        if len(members) > 2
-    ]
+    found: list[SharedLimit] = [{names[number]: 1 / rate for number in members} for rate, members in groups if len(members) > 2]
     pairs = sorted({pair for _, members in groups for pair in combinations(members, 2)})
     rates = _rates_of_all_sets([link.bytes_per_second for link in used], groups) if pairs else []
     for one, other in pairs:
         for first, second in _facets({(each[one], each[other]) for each in rates}):
-            found.append(SharedLimit(seconds_per_byte={names[one]: first, names[other]: second}))
+            found.append({names[one]: first, names[other]: second})
     return tuple(found)
 
 

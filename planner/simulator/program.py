@@ -21,11 +21,11 @@ class Layout:
     """
 
     trace: Trace
-    inputs: tuple[tuple[int, ...], ...]
-    born: tuple[tuple[int, ...], ...]
-    dying: tuple[tuple[int, ...], ...]
-    written: tuple[tuple[int, ...], ...]
-    need_bytes: tuple[int, ...]
+    inputs: list[list[int]]
+    born: list[list[int]]
+    dying: list[list[int]]
+    written: list[list[int]]
+    need_bytes: list[int]
     read_only: frozenset[int]
     user_stages: frozenset[int]
     visible: frozenset[int]
@@ -42,33 +42,33 @@ def _layout_of(source: Trace, on_host: frozenset[int]) -> Layout:
 def _laid_out(source: Trace, on_host: frozenset[int]) -> Layout:
     trace, user = device_iteration(source, on_host), frozenset(user_stages(source))
     consumed = {block.id for number in on_host for block in gradients(source, source.subgroups[number])}
-    inputs: list[list[int]] = [[] for _ in trace.stages]
-    born: list[list[int]] = [[] for _ in trace.stages]
-    dying: list[list[int]] = [[] for _ in trace.stages]
-    written: list[list[int]] = [[] for _ in trace.stages]
-    need_bytes = [stage.workspace_bytes for stage in trace.stages]
-    for block in trace.blocks:
-        for stage in block.uses:
-            if not block.persistent and stage == block.uses[0]:
-                born[stage].append(block.id)
-                need_bytes[stage] += block.size_bytes
-            else:
-                inputs[stage].append(block.id)
-        for stage in block.writes:
-            written[stage].append(block.id)
-        if not block.persistent and block.id not in consumed:  # an update on the host ends those
-            dying[block.last_stage].append(block.id)
-    return Layout(
+    layout = Layout(
         trace=trace,
-        inputs=tuple(map(tuple, inputs)),
-        born=tuple(map(tuple, born)),
-        dying=tuple(map(tuple, dying)),
-        written=tuple(map(tuple, written)),
-        need_bytes=tuple(need_bytes),
+        inputs=_by_stage(trace),
+        born=_by_stage(trace),
+        dying=_by_stage(trace),
+        written=_by_stage(trace),
+        need_bytes=[stage.workspace_bytes for stage in trace.stages],
         read_only=frozenset(block.id for block in source.blocks if block.persistent and not block.writes),
         user_stages=user,
         visible=frozenset(block.id for block in source.blocks if user and block.user_visible),
     )
+    for block in trace.blocks:
+        for stage in block.uses:
+            if not block.persistent and stage == block.uses[0]:
+                layout.born[stage].append(block.id)
+                layout.need_bytes[stage] += block.size_bytes
+            else:
+                layout.inputs[stage].append(block.id)
+        for stage in block.writes:
+            layout.written[stage].append(block.id)
+        if not block.persistent and block.id not in consumed:  # an update on the host ends those
+            layout.dying[block.last_stage].append(block.id)
+    return layout
+
+
+def _by_stage(trace: Trace) -> list[list[int]]:
+    return [[] for _ in trace.stages]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,12 +103,12 @@ def compile_program(trace: Trace, plan: Plan) -> ReplayProgram:
     count = len(trace.stages)
     program = ReplayProgram(
         layout=layout,
-        drops=[[] for _ in range(count)],
-        offloads=[[] for _ in range(count)],
-        prefetches=[[] for _ in range(count)],
+        drops=_by_stage(trace),
+        offloads=_by_stage(trace),
+        prefetches=_by_stage(trace),
         initial=["device"] * len(trace.blocks),
         persistent_places=[NOWHERE] * len(trace.blocks),
-        updates=[[] for _ in range(count)],
+        updates=_by_stage(trace),
     )
     consumed = {block.id: subgroup.stage for subgroup in on_host for block in gradients(source, subgroup)}
     seen: set[tuple[int, int]] = set()

@@ -28,7 +28,7 @@ def test_a_drive_takes_its_fair_share_of_the_bus() -> None:
     """50 to the host alone; 31 and 24 together: so each byte to the drive costs the host 19 / 24 of a byte, not 5 / 24."""
     hardware = machine([50.0, 50.0, 24.0, 26.0], (55.0, [OUT, WRITE]))
     (limit,) = limits(hardware)
-    assert limit.seconds_per_byte == pytest.approx({OUT: 1 / 50, WRITE: 19 / 24 / 50})
+    assert limit == pytest.approx({OUT: 1 / 50, WRITE: 19 / 24 / 50})
     assert limits(hardware, host_bytes=0) == ()
 
 
@@ -39,8 +39,8 @@ def test_a_shared_rate_that_never_binds_limits_nothing() -> None:
 
 def test_three_links_keep_the_row_of_their_sum() -> None:
     hardware = machine([10.0, 10.0, 10.0, 1.0], (15.0, [OUT, IN, WRITE]))
-    sums = [limit for limit in limits(hardware) if len(limit.seconds_per_byte) == 3]
-    assert [limit.seconds_per_byte for limit in sums] == [pytest.approx(dict.fromkeys((OUT, IN, WRITE), 1 / 15))]
+    sums = [limit for limit in limits(hardware) if len(limit) == 3]
+    assert [limit for limit in sums] == [pytest.approx(dict.fromkeys((OUT, IN, WRITE), 1 / 15))]
 
 
 rates = st.floats(0.1, 100.0)
@@ -56,7 +56,7 @@ def test_every_set_of_busy_links_is_within_all_limits(each: list[float], out: fl
         groups = [(rate, [n for n, number in enumerate(busy) if names[number] in members]) for rate, members in shared]
         carried = dict(zip((names[n] for n in busy), max_min_rates([each[n] for n in busy], groups), strict=True))
         for limit in found:
-            assert sum(s * carried.get(name, 0.0) for name, s in limit.seconds_per_byte.items()) <= 1 + 1e-6
+            assert sum(s * carried.get(name, 0.0) for name, s in limit.items()) <= 1 + 1e-6
 
 
 def test_rates_rise_together_until_each_link_is_held_by_its_own_limit_or_a_group() -> None:
