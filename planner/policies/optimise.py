@@ -70,8 +70,7 @@ def optimise(problem: Problem, task: Task) -> Plan:
     search = _Search(problem, task)
     search.begin()
     for step in _STEPS:
-        if not out_of_time() and step.wanted(search):
-            search.own += step.candidates(search)
+        search.own += [] if out_of_time() else step(search)
     best = search.choose()
     made = best.plan.model_copy(update={"solver": _together(search.reports), "policy": task.policy})
     return with_predictions(problem, made, best.timeline, lower_bound_seconds=search.bound_seconds)
@@ -148,17 +147,14 @@ class _Search:
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """An improvement: more candidates, where they are wanted."""
-
-    wanted: Callable[[_Search], bool]
-    candidates: Callable[[_Search], list[ReplayedPlan]]
+# -- improvements: more candidates, where they are wanted
 
 
 def _other_updates(search: _Search) -> list[ReplayedPlan]:
     """Let other subgroups update on the host, as long as that makes the plan better. Each set is planned anew."""
-    best, problem, effort = search.first, search.problem, search.effort
+    best, problem, effort, task = search.first, search.problem, search.effort, search.task
+    if task.draft or task.on_host is not None or not problem.may_update_on_host or search.is_close():
+        return []
     tried = {frozenset(best.problem.on_host)}
     better: ReplayedPlan | None = best
     while better is not None:
@@ -169,14 +165,21 @@ def _other_updates(search: _Search) -> list[ReplayedPlan]:
             if on_host in tried:
                 continue
             tried.add(on_host)
-            planned = _planned(problem, search.task.settings, sorted(on_host))
+            planned = _planned(problem, task.settings, sorted(on_host))
             if planned is not None and planned.cost < best.cost * effort.worth_an_update_set:
                 better = planned
                 break
     return [best]
 
 
+def _around_user_code(search: _Search) -> list[ReplayedPlan]:
+    chosen = search.cheapest[: search.effort.around_user_code] if user_stages(search.problem.trace) else []
+    return [around_user_code(each) for each in chosen]
+
+
 def _other_tiers(search: _Search) -> list[ReplayedPlan]:
+    if (search.task.draft and not search.effort.refined_drafts) or search.is_close():
+        return []
     first, last = search.first, search.cheapest[0]
     starts = [first, last] if first.problem.on_host != last.problem.on_host else [last]
     return [with_other_tiers(each) for each in starts]
@@ -184,6 +187,8 @@ def _other_tiers(search: _Search) -> list[ReplayedPlan]:
 
 def _other_blocks(search: _Search) -> list[ReplayedPlan]:
     """For the cheapest plan; in short iterations, for the cheapest with each choice of updates on the host."""
+    if search.task.draft or search.is_close(search.effort.blocks_beyond):
+        return []
     found: dict[tuple[int, ...], ReplayedPlan] = {}
     for each in search.cheapest:
         found.setdefault(each.problem.on_host, each)
@@ -191,28 +196,7 @@ def _other_blocks(search: _Search) -> list[ReplayedPlan]:
 
 
 # What is tried, in this order, beyond the coarse solutions.
-_STEPS = (
-    _Step(
-        wanted=lambda search: (
-            not search.task.draft
-            and search.task.on_host is None
-            and bool(search.problem.may_update_on_host)
-            and not search.is_close()
-        ),
-        candidates=_other_updates,
-    ),
-    _Step(
-        wanted=lambda search: bool(user_stages(search.problem.trace)),
-        candidates=lambda search: [around_user_code(each) for each in search.cheapest[: search.effort.around_user_code]],
-    ),
-    _Step(
-        wanted=lambda search: (search.effort.refined_drafts or not search.task.draft) and not search.is_close(),
-        candidates=_other_tiers,
-    ),
-    _Step(
-        wanted=lambda search: not search.task.draft and not search.is_close(search.effort.blocks_beyond), candidates=_other_blocks
-    ),
-)
+_STEPS = (_other_updates, _around_user_code, _other_tiers, _other_blocks)
 
 
 def _starts(
@@ -327,36 +311,41 @@ def _copy_costs(problem: Problem, decisions: Decisions) -> dict[int, float]:
     return costs
 
 
-def around_user_code(best: ReplayedPlan) -> ReplayedPlan:
-    """Look for better starts of the copies that user code waits for, as long as some are found.
+Variant = tuple[Problem, Decisions, float]  # the last is the reserve of prefetches, see `schedule`
 
-    Each one is replayed, so the result is never slower.
-    """
-    effort = effort_of(best.problem.stage_count)
-    for _ in range(effort.improvements):
-        if out_of_time():
-            break
-        tried = [(best.problem, schedule(best.problem, best.decisions, best.clock, lead=lead)) for lead in effort.all_leads]
-        tried += user_code_proposals(best)
-        better = min((ReplayedPlan.of(*each, best.write_weight) for each in tried), key=lambda candidate: candidate.cost)
-        if better.cost >= best.cost * effort.better:
-            break
-        best = replace(better, lead=best.lead)
-    return best
+
+def around_user_code(best: ReplayedPlan) -> ReplayedPlan:
+    """Look for better starts of the copies that user code waits for, as long as some are found."""
+
+    def variants(best: ReplayedPlan) -> Iterator[Variant]:
+        for lead in effort_of(best.problem.stage_count).all_leads:
+            yield best.problem, schedule(best.problem, best.decisions, best.clock, lead=lead), best.lead
+        yield from ((*each, best.lead) for each in user_code_proposals(best))
+
+    return _improved(best, variants)
 
 
 def with_other_tiers(best: ReplayedPlan) -> ReplayedPlan:
     """Try other reserves, and other tiers for blocks for which stages wait, as long as that makes the plan better."""
-    effort, problem = effort_of(best.problem.stage_count), best.problem
+
+    def variants(best: ReplayedPlan) -> Iterator[Variant]:
+        leads = [(best.decisions, lead) for lead in effort_of(best.problem.stage_count).all_leads]
+        for decisions, lead in (*leads, *((decisions, best.lead) for decisions in tier_exchanges(best))):
+            yield best.problem, schedule(best.problem, decisions, best.clock, lead=lead), lead
+
+    return _improved(best, variants)
+
+
+def _improved(best: ReplayedPlan, variants: Callable[[ReplayedPlan], Iterator[Variant]]) -> ReplayedPlan:
+    """Replay all variants, go on from the best of them, and end when none is better than that."""
+    effort = effort_of(best.problem.stage_count)
     for _ in range(effort.improvements):
         better = best
-        variants = [(best.decisions, lead) for lead in effort.all_leads]
-        variants += [(decisions, best.lead) for decisions in tier_exchanges(best)]
-        for decisions, lead in variants:
+        for problem, decisions, lead in variants(best):
             if out_of_time():
                 break
             try:
-                tried = ReplayedPlan.of(problem, schedule(problem, decisions, best.clock, lead=lead), best.write_weight)
+                tried = ReplayedPlan.of(problem, decisions, best.write_weight)
             except InfeasiblePlanError:
                 continue  # a lower tier is too full
             if tried.cost < better.cost:
