@@ -111,22 +111,19 @@ def choose_path(candidates: Sequence[PathCandidate], *, open_engine: OpenEngine,
 def open_path(candidates: Sequence[PathCandidate], name: str, rates: LinkRates, *, open_engine: OpenEngine) -> StoragePath:
     """Open the path called `name`, which this process has already chosen and measured. Raises as its `open` does."""
     (candidate,) = (candidate for candidate in candidates if candidate.name == name)
-    with ExitStack() as undo:
-        store = candidate.open()
-        undo.callback(store.close)
-        engine = open_engine(store)
-        undo.pop_all()
-    return StoragePath(name=name, store=store, engine=engine, rates=rates, refused={})
+    return _opened(candidate, open_engine, rates)
 
 
-def _try(candidate: PathCandidate, open_engine: OpenEngine) -> StoragePath:
+def _opened(candidate: PathCandidate, open_engine: OpenEngine, rates: LinkRates | None = None) -> StoragePath:
+    """Open a path. Try it with real data and measure it, unless its rates are known."""
     with ExitStack() as undo:
         store = candidate.open()
         undo.callback(store.close)
         engine = open_engine(store)
         undo.callback(engine.close)
-        engine.verify()
-        rates = engine.measure()
+        if rates is None:
+            engine.verify()
+            rates = engine.measure()
         undo.pop_all()
     return StoragePath(name=candidate.name, store=store, engine=engine, rates=rates, refused={})
 
@@ -141,7 +138,7 @@ def _working(candidates: Iterable[PathCandidate], open_engine: OpenEngine, refus
             if candidate.last_resort and (working or failed):
                 continue
             try:
-                working.append(_try(candidate, open_engine))
+                working.append(_opened(candidate, open_engine))
                 undo.callback(working[-1].close)
             except StorageFullError:
                 raise  # it would stop all others too
@@ -156,7 +153,7 @@ def _forced(candidates: Sequence[PathCandidate], name: str, open_engine: OpenEng
     try:
         if not named:
             raise UnsupportedError("there is no such path between this device and drives")
-        return _try(named[0], open_engine)
+        return _opened(named[0], open_engine)
     except UnsupportedError as error:
         others = ", ".join(repr(candidate.name) for candidate in candidates if candidate.name != name)
         raise UnsupportedError(
