@@ -6,8 +6,8 @@ The training is planned as asked for, and with one thing changed at a time: more
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import planner
 from planner.errors import BudgetError, TeraioError
@@ -148,58 +148,46 @@ def what_holds_up(path: Mapping[str, float]) -> str:
     return worst if worst and others[worst] > _HARDLY * total else ""
 
 
+_Model = TypeVar("_Model", bound=FrozenModel)
 _MORE = 1.25
 _FP32_STATE_BYTES = 8  # bytes of AdamW's two states in fp32 for each element
 
 
 def cases(trace: planner.Trace, budgets: Budgets, *, drives: int) -> Iterator[Case]:
     """Yield the training as it is, then each change that makes sense for it. drives: number of drives of the storage tier."""
-    yield Case(what="as asked", trace=trace, budgets=budgets, drives=drives)
-    device = int(budgets.device_bytes * _MORE)
-    yield Case(
-        what=f"{_MORE - 1:.0%} more device memory",
-        trace=trace,
-        budgets=budgets.model_copy(update={"device_bytes": device}),
-        drives=drives,
-        more=True,
-    )
+    asked = Case(what="as asked", trace=trace, budgets=budgets, drives=drives)
+    yield asked
+
+    def more_of(what: str, **sizes: int | None) -> Case:
+        return replace(asked, what=what, budgets=budgets.model_copy(update=sizes), more=True)
+
+    yield more_of(f"{_MORE - 1:.0%} more device memory", device_bytes=int(budgets.device_bytes * _MORE))
     links = {link.name for link in trace.hardware.links}
     if "device->storage" in links:
-        more = (drives + 1) / drives
-        bytes_more = None if budgets.storage_bytes is None else int(budgets.storage_bytes * more)
-        yield Case(
-            what="one more drive",
-            trace=with_storage_rate(trace, more),
-            budgets=budgets.model_copy(update={"storage_bytes": bytes_more}),
-            drives=drives + 1,
-            more=True,
-        )
+        share = (drives + 1) / drives
+        storage = None if budgets.storage_bytes is None else int(budgets.storage_bytes * share)
+        one_more = more_of("one more drive", storage_bytes=storage)
+        yield replace(one_more, trace=with_storage_rate(trace, share), drives=drives + 1)
     if "device->host" in links and budgets.host_bytes:
-        yield Case(
-            what="twice the host memory",
-            trace=trace,
-            budgets=budgets.model_copy(update={"host_bytes": 2 * budgets.host_bytes}),
-            drives=drives,
-            more=True,
-        )
+        yield more_of("twice the host memory", host_bytes=2 * budgets.host_bytes)
     if trace.recompute:
-        yield Case(what="without recomputation", trace=trace.rebuilt(recompute=()), budgets=budgets, drives=drives)
-    yield Case(what="twice the batch", trace=with_batch(trace, 2), budgets=budgets, drives=drives, work=2.0)
-    yield Case(what="twice the accumulation", trace=with_accumulation(trace), budgets=budgets, drives=drives, work=2.0)
+        yield replace(asked, what="without recomputation", trace=trace.rebuilt(recompute=()))
+    yield replace(asked, what="twice the batch", trace=with_batch(trace, 2), work=2.0)
+    yield replace(asked, what="twice the accumulation", trace=with_accumulation(trace), work=2.0)
     if _has_fp32_states(trace):
-        yield Case(what="optimizer states in bf16", trace=with_state_bytes(trace, 0.5), budgets=budgets, drives=drives)
+        yield replace(asked, what="optimizer states in bf16", trace=with_state_bytes(trace, 0.5))
+
+
+def _times(model: _Model, factor: float, *names: str) -> _Model:
+    """Return the model with `factor` times the values of these fields."""
+    return model.model_copy(update={name: getattr(model, name) * factor for name in names})
 
 
 def with_storage_rate(trace: planner.Trace, factor: float) -> planner.Trace:
     """Return the trace with `factor` times the drives' rates. What links share with the bus stays; what drives share grows."""
-    links = tuple(
-        link.model_copy(update={"bytes_per_second": link.bytes_per_second * factor}) if "storage" in link.name else link
-        for link in trace.hardware.links
-    )
+    links = tuple(_times(link, factor, "bytes_per_second") if "storage" in link.name else link for link in trace.hardware.links)
     shared = tuple(
-        rate.model_copy(update={"bytes_per_second": rate.bytes_per_second * factor})
-        if all("storage" in name for name in rate.links)
-        else rate
+        _times(rate, factor, "bytes_per_second") if all("storage" in name for name in rate.links) else rate
         for rate in trace.hardware.shared
     )
     return trace.rebuilt(hardware=trace.hardware.model_copy(update={"links": links, "shared": shared}))
@@ -211,27 +199,16 @@ def with_batch(trace: planner.Trace, factor: int) -> planner.Trace:
     Small batches use a GPU badly, so that the true times grow less.
     """
     phases = {stage.id: stage.phase for stage in trace.stages}
+    grows = ("duration_seconds", "workspace_bytes")
     return trace.rebuilt(
-        stages=tuple(
-            stage
-            if stage.phase == "optimizer"
-            else stage.model_copy(
-                update={"duration_seconds": stage.duration_seconds * factor, "workspace_bytes": stage.workspace_bytes * factor}
-            )
-            for stage in trace.stages
-        ),
+        stages=tuple(stage if stage.phase == "optimizer" else _times(stage, factor, *grows) for stage in trace.stages),
         blocks=tuple(
-            block.model_copy(update={"size_bytes": block.size_bytes * factor})
+            _times(block, factor, "size_bytes")
             if block.kind == "activation" and not block.persistent and phases[block.uses[0]] != "optimizer"
             else block
             for block in trace.blocks
         ),
-        recompute=tuple(
-            group.model_copy(
-                update={"duration_seconds": group.duration_seconds * factor, "workspace_bytes": group.workspace_bytes * factor}
-            )
-            for group in trace.recompute
-        ),
+        recompute=tuple(_times(group, factor, *grows) for group in trace.recompute),
         work=trace.work and trace.work.times(factor),
     )
 
