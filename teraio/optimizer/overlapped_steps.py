@@ -11,7 +11,7 @@ error.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,8 +54,8 @@ class OverlappedSteps:
     """Decides for every run of a graph which parameters are updated in it, and which are left for the steps."""
 
     def __init__(self, pager: Pager, recorder: IterationObserver, optimizers: ManagedOptimizers) -> None:
-        self._pager = pager
-        self._recorder = recorder
+        self.pager = pager
+        self.recorder = recorder
         self._optimizers = optimizers
         self._watch = Watch(pager)
         self._cuts: dict[Hashable, tuple[UpdateStage, ...]] = {}
@@ -83,8 +83,9 @@ class OverlappedSteps:
         layout = self._watch.layout(program, arguments, found) if found else {}
         members = self._members(layout, found)
         run = self._watch.begin(program, layout, found)
-        updates = self._updates(program, members) if members else None
-        return _GraphUpdates(self._watch, run, updates) if run is not None or updates is not None else None
+        if run is None and not members:
+            return None
+        return _GraphUpdates(self, self._watch, run, program.name, members, self._cut(program, members) if members else ())
 
     def _note_use(self, arguments: Sequence[Any]) -> None:
         for value in arguments:
@@ -103,7 +104,7 @@ class OverlappedSteps:
                 )
 
     def _name(self, parameter: Tensor) -> str:
-        block = self._pager.known_block(parameter)
+        block = self.pager.known_block(parameter)
         return f"parameter {block.name!r}" if block is not None else "a parameter"
 
     def _members(self, layout: dict[int, FinalGradient], found: dict[int, Leaf]) -> list[Member]:
@@ -153,7 +154,7 @@ class OverlappedSteps:
             states=tuple(chosen.managed.states.blocks(owned)),
         )
 
-    def _updates(self, program: Program, members: Sequence[Member]) -> RegionUpdates:
+    def _cut(self, program: Program, members: Sequence[Member]) -> tuple[UpdateStage, ...]:
         key = (
             program.identity,
             self._finest,
@@ -163,9 +164,10 @@ class OverlappedSteps:
             self._cuts[key] = cut_updates(members, 0 if self._finest else self._optimizers.sizes.subgroup_bytes)
         for optimizer in dict.fromkeys(member.facts.optimizer for member in members):
             self._settings[optimizer] = settings_of(optimizer)
-        return RegionUpdates(self._pager, self._recorder, program.name, members, self._cuts[key], self._no_room)
+        return self._cuts[key]
 
-    def _no_room(self, members: Sequence[Member], error: BudgetError) -> None:
+    def no_room(self, members: Sequence[Member], error: BudgetError) -> None:
+        """These members of one stage do not fit in the budget. They keep their gradients, and the optimizer step updates them."""
         if len(members) > 1:
             self._finest = True
             return
@@ -211,26 +213,6 @@ class OverlappedSteps:
 
 def _in_words(managed: ManagedOptimizer, whole_because: str | None) -> str | None:
     return None if whole_because is None else f"{managed.facts.name} is updated as a whole: {whole_because}"
-
-
-class _GraphUpdates:
-    """Takes part in one run of a graph: watches it, and runs update stages in it."""
-
-    def __init__(self, watch: Watch, run: WatchedRun | None, updates: RegionUpdates | None) -> None:
-        self._watch = watch
-        self._run = run
-        self._updates = updates
-        self.stage_count = updates.stage_count if updates is not None else 0
-
-    def after_stage(self, number: int, read: Sequence[Block], slots: list[Any]) -> None:
-        if self._run is not None:
-            self._watch.stage_ended(self._run, number, read, slots)
-        if self._updates is not None:
-            self._updates.after_stage(number, slots)
-
-    def region_done(self, results: Sequence[Any]) -> None:
-        if self._run is not None:
-            self._watch.run_ended(self._run, results)
 
 
 # Parameters, gradients and states of an update stage. Smaller updates wait for those of later stages.
@@ -293,39 +275,39 @@ def cut_updates(members: Sequence[Member], largest_bytes: int, *, min_bytes: int
     return tuple(sorted(stages, key=lambda stage: stage.after))
 
 
-class RegionUpdates:
-    """Runs the update stages of one run of a graph.
-
-    no_room: called with the members of a stage that does not fit in the budget, and the error. They keep their gradients, and the
-    optimizer step updates them.
-    """
+class _GraphUpdates:
+    """Takes part in one run of a graph: watches it, if `run` is given, and runs update stages of `members` in it."""
 
     def __init__(
         self,
-        pager: Pager,
-        recorder: IterationObserver,
+        by: OverlappedSteps,
+        watch: Watch,
+        run: WatchedRun | None,
         name: str,
         members: Sequence[Member],
         stages: Sequence[UpdateStage],
-        no_room: Callable[[Sequence[Member], BudgetError], None],
     ) -> None:
-        self._pager = pager
-        self._recorder = recorder
-        self._no_room = no_room
+        self._by, self._watch, self._run = by, watch, run
         self._stages: dict[int, list[tuple[str, list[Member]]]] = {}
         for number, stage in enumerate(stages):
             chosen = [members[member] for member in stage.members]
             self._stages.setdefault(stage.after, []).append((f"{name}/update.{number}", chosen))
         self.stage_count = len(stages)
 
-    def after_stage(self, number: int, slots: list[Any]) -> None:
+    def after_stage(self, number: int, read: Sequence[Block], slots: list[Any]) -> None:
         """Update the parameters whose gradients are final now, and take these out of `slots`. Waits for states."""
+        if self._run is not None:
+            self._watch.stage_ended(self._run, number, read, slots)
         for name, members in self._stages.pop(number, ()):
             self._update(name, members, slots)
 
+    def region_done(self, results: Sequence[Any]) -> None:
+        if self._run is not None:
+            self._watch.run_ended(self._run, results)
+
     def _update(self, name: str, members: Sequence[Member], slots: list[Any]) -> None:
-        facts = members[0].facts
-        gradients = [self._pager.known_block(slots[member.final.slot]) for member in members]
+        pager, recorder, facts = self._by.pager, self._by.recorder, members[0].facts
+        gradients = [pager.known_block(slots[member.final.slot]) for member in members]
         changed = tuple(dict.fromkeys(block for member in members for block in (member.block, *member.states)))
         read = tuple(dict.fromkeys((*changed, *(block for block in gradients if block is not None))))
         masters = [facts.master_bytes(m.parameter) for m in members]
@@ -334,23 +316,23 @@ class RegionUpdates:
         # Now, since memory may run out below: what lets go of the gradients must not need any.
         used_up, again = [block for block in gradients if block is not None], iter(members)
         try:
-            self._pager.acquire(read, workspace_bytes, name, then_fetch=self._recorder.stage_reached())
+            pager.acquire(read, workspace_bytes, name, then_fetch=recorder.stage_reached())
         except BudgetError as error:
-            self._no_room(members, error)
+            self._by.no_room(members, error)
             return
         try:
-            begin = self._recorder.mark()
+            begin = recorder.mark()
             for member in members:
                 member.eligibility.updated = True  # also if the update fails half-way
                 member.parameter.grad = slots[member.final.slot]
             with annotate("update", name):
                 update_replicas(facts, [member.itself for member in members])
-            end = self._recorder.mark()
+            end = recorder.mark()
         finally:
             for member in again:
                 member.parameter.grad = slots[member.final.slot] = None
-            self._pager.retire(read, changed, last_used=used_up)
-        self._recorder.stage_ended(
+            pager.retire(read, changed, last_used=used_up)
+        recorder.stage_ended(
             StageRun(
                 name=name,
                 phase="optimizer",
