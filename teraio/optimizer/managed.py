@@ -36,28 +36,16 @@ from teraio.optimizer.subgroups import ParameterUpdate, PendingStep, Subgroups, 
 class ManagedOptimizer:
     """One optimizer of the process. Keeps neither the optimizer nor, outside of a step, a tensor of it alive.
 
-    facts: what was last read from the optimizer; `renew` reads them again.
-    subgroups: how its parameters are cut. buckets, sharded: what other libraries hold of its gradients and parameters.
-    chosen: whether the user gave it to `teraio.manage_optimizer`.
+    by: all managed optimizers, this one among them. facts: what was last read from the optimizer; `renew` reads them again.
+    subgroups: how its parameters are cut. chosen: whether the user gave it to `teraio.manage_optimizer`.
     adoption_due: whether user code may have given it states that are no blocks yet.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        pager: Pager,
-        *,
-        states: OptimizerStates,
-        subgroups: Subgroups,
-        buckets: GradientBuckets,
-        sharded: ShardedParameters,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, by: ManagedOptimizers) -> None:
         self.facts = OptimizerFacts.of(optimizer)
-        self._pager = pager
-        self._buckets = buckets
-        self._sharded = sharded
-        self.states = states
-        self.subgroups = subgroups
+        self._by, self._pager = by, by.pager
+        self.states = OptimizerStates(optimizer, by)
+        self.subgroups = Subgroups(by.pager, by.sizes, on_host=by.on_host)
         self.chosen = False
         self.adoption_due = False
         self._had_blocks = False
@@ -84,7 +72,7 @@ class ManagedOptimizer:
     def has_blocks(self) -> bool:
         """Whether a parameter of it is a block, or a shard of one that a graph takes."""
         own = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-        found = any(self._pager.known_block(parameter) is not None or parameter in self._sharded for parameter in own)
+        found = any(self._pager.known_block(parameter) is not None or parameter in self._by.sharded for parameter in own)
         self._had_blocks |= found
         return found
 
@@ -130,7 +118,7 @@ class ManagedOptimizer:
         total_bytes = self.facts.trained_bytes(parameter)
         if gradient is None:
             return ParameterUpdate(total_bytes=total_bytes)
-        others = self._buckets.hold(parameter) or (parameter in self._sharded and self._sharded.stay)
+        others = self._by.buckets.hold(parameter) or (parameter in self._by.sharded and self._by.sharded.stay)
         own = gradient.layout is torch.strided and not others
         master = self.facts.master_bytes(parameter)
         state_bytes = self.facts.state_sizes(parameter)
@@ -169,7 +157,7 @@ class ManagedOptimizer:
 class ManagedOptimizers:
     """The `ManagedOptimizer` of each optimizer of the process. Keeps no optimizer alive.
 
-    buckets, sharded: see `ManagedOptimizer`. on_host: whether subgroups may be updated on the host.
+    buckets, sharded: what other libraries hold of gradients and parameters. on_host: whether subgroups may update on the host.
     """
 
     def __init__(
@@ -181,12 +169,9 @@ class ManagedOptimizers:
         sharded: ShardedParameters | None = None,
         on_host: bool = False,
     ) -> None:
-        self._pager = pager
-        self._recorder = recorder
-        self._on_host = on_host
-        self.sizes = sizes
+        self.pager, self.recorder, self.sizes, self.on_host = pager, recorder, sizes, on_host
         self.buckets = GradientBuckets()
-        self._sharded = sharded or ShardedParameters(pager)
+        self.sharded = sharded or ShardedParameters(pager)
         self._managed: weakref.WeakKeyDictionary[Optimizer, ManagedOptimizer] = weakref.WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[ManagedOptimizer]:
@@ -197,37 +182,28 @@ class ManagedOptimizers:
         """Return what is known of the optimizer. An optimizer that is new here has no blocks yet."""
         managed = self._managed.get(optimizer)
         if managed is None:
-            managed = self._managed[optimizer] = ManagedOptimizer(
-                optimizer,
-                self._pager,
-                states=OptimizerStates(optimizer, self._pager, self._recorder, changed=self._count_small_states),
-                subgroups=Subgroups(self._pager, self.sizes, on_host=self._on_host),
-                buckets=self.buckets,
-                sharded=self._sharded,
-            )
+            managed = self._managed[optimizer] = ManagedOptimizer(optimizer, self)
         return managed
 
     def look_for_buckets(self) -> None:
         """Count the buckets of gradients that there are by now."""
         self.buckets.look()
-        self._count_small_states()
+        self.count_small_states()
 
-    def _count_small_states(self) -> None:
-        # States that are no blocks stay on the device, of all optimizers together, and so do buckets of gradients.
-        self._pager.account.fixed_bytes = sum(managed.states.small_bytes for managed in self) + self.buckets.size_bytes
+    def count_small_states(self) -> None:
+        """Count what stays on the device: states of all optimizers that are no blocks, and buckets of gradients."""
+        self.pager.account.fixed_bytes = sum(managed.states.small_bytes for managed in self) + self.buckets.size_bytes
 
 
 class OptimizerStates:
     """Knows which block is which state of one optimizer. Keeps neither a tensor nor the optimizer alive.
 
-    changed: called when `small_bytes` was counted again. small_bytes: bytes of all tensors in the state that are no blocks.
+    small_bytes: bytes of all tensors in the state that are no blocks.
     """
 
-    def __init__(self, optimizer: Optimizer, pager: Pager, recorder: IterationObserver, *, changed: Callable[[], None]) -> None:
+    def __init__(self, optimizer: Optimizer, by: ManagedOptimizers) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._pager = pager
-        self._recorder = recorder
-        self._changed = changed
+        self._by, self._pager = by, by.pager
         # By number of the parameter, name of the state, and position among the tensors of that name.
         self._blocks: dict[tuple[int, str, int], Block] = {}
         self.small_bytes = 0
@@ -248,7 +224,7 @@ class OptimizerStates:
             key = owned.number, name, ordinal
             before = self._blocks.get(key)
             if before is not None and before is not block and before.dead:  # a plan goes on with the new one
-                self._recorder.replace(before, block)
+                self._by.recorder.replace(before, block)
             self._blocks[key] = block
             found.append(block)
         self._pager.show_to_user(found)
@@ -308,7 +284,7 @@ class OptimizerStates:
                     storage = holder_of(tensor).untyped_storage()
                     storages[storage._cdata] = storage.nbytes()
         self.small_bytes = sum(storages.values())
-        self._changed()
+        self._by.count_small_states()
 
     def _all_states(self) -> dict[Any, Any]:
         optimizer = self._optimizer()

@@ -189,17 +189,15 @@ def _make(pager: Pager, parameter: Tensor, dtype: torch.dtype, name: str, stage:
     return tensor
 
 
+@dataclass(frozen=True, slots=True)
 class SlicedUpdate:
     """The update of one parameter. states: those in `plan`, by name, with their blocks, which the pager lends meanwhile."""
 
-    def __init__(
-        self, pager: Pager, facts: OptimizerFacts, owned: OwnedParameter, plan: Slicing, states: dict[str, tuple[Tensor, Block]]
-    ) -> None:
-        self._pager = pager
-        self._facts = facts
-        self._owned = owned
-        self._plan = plan
-        self._states = states
+    pager: Pager
+    facts: OptimizerFacts
+    owned: OwnedParameter
+    plan: Slicing
+    states: dict[str, tuple[Tensor, Block]]
 
     def run(self) -> None:
         """Update all slices. Waits until the last ones are written, or will be before the device goes on.
@@ -210,9 +208,9 @@ class SlicedUpdate:
         begins = self._in_order()
         left: dict[str, Any] = {}
         updated = 0
-        blocks = {name: block for name, (_, block) in self._states.items()}
+        blocks = {name: block for name, (_, block) in self.states.items()}
         try:
-            with _Ring(self._pager, self._owned.tensor.device, self._plan, blocks) as ring:
+            with _Ring(self.pager, self.owned.tensor.device, self.plan, blocks) as ring:
                 for number in range(min(_READ_AHEAD, len(begins))):
                     ring.read(number, begins[number])
                 for number, begin in enumerate(begins):
@@ -233,24 +231,24 @@ class SlicedUpdate:
 
     def _in_order(self) -> list[int]:
         """Return the first element of each slice, in an order in which drives take turns."""
-        begins = list(range(0, self._plan.elements, self._plan.slice_elements))
-        for name, dtype in self._plan.states.items():
-            if (slot := self._states[name][1].slot) is not None:
+        begins = list(range(0, self.plan.elements, self.plan.slice_elements))
+        for name, dtype in self.plan.states.items():
+            if (slot := self.states[name][1].slot) is not None:
                 return [place // dtype.itemsize for place in in_turns(slot, [begin * dtype.itemsize for begin in begins])]
         return begins
 
     def _update(self, begin: int, buffers: dict[str, Tensor]) -> dict[str, Any]:
         """Update one slice, with its states in `buffers`. Return the state that the optimizer leaves, these tensors in it."""
-        parameter = self._owned.tensor
-        piece = _flat(parameter, begin, self._plan.slice_elements)
-        piece.grad = _flat(parameter.grad, begin, self._plan.slice_elements) if parameter.grad is not None else None
+        parameter = self.owned.tensor
+        piece = _flat(parameter, begin, self.plan.slice_elements)
+        piece.grad = _flat(parameter.grad, begin, self.plan.slice_elements) if parameter.grad is not None else None
         before = {
-            name: buffers[name] if name in buffers and name not in self._plan.fresh else copied(value)
-            for name, value in self._facts.optimizer.state.get(parameter, {}).items()
+            name: buffers[name] if name in buffers and name not in self.plan.fresh else copied(value)
+            for name, value in self.facts.optimizer.state.get(parameter, {}).items()
         }
-        replica = Replica(group=self._owned.group, parameter=piece, state=before)
-        with annotate("update", lambda: f"slice of {self._plan.slice_elements} elements from {begin}"):
-            update_replicas(self._facts, [replica])
+        replica = Replica(group=self.owned.group, parameter=piece, state=before)
+        with annotate("update", lambda: f"slice of {self.plan.slice_elements} elements from {begin}"):
+            update_replicas(self.facts, [replica])
         for name, buffer in buffers.items():
             if replica.state[name] is not buffer:  # the update has made it, or put another tensor in its place
                 replica.state[name] = buffer.copy_(replica.state[name])
@@ -260,11 +258,11 @@ class SlicedUpdate:
         """Take the counters from the last slice, and states that were made, in the order in which the optimizer makes them."""
         if not left:
             return
-        state = self._facts.optimizer.state[self._owned.tensor]
+        state = self.facts.optimizer.state[self.owned.tensor]
         for name, value in left.items():
             known = state.get(name)
-            if name in self._states:
-                state[name], _ = self._states[name]
+            if name in self.states:
+                state[name], _ = self.states[name]
             elif isinstance(value, Tensor) and isinstance(known, Tensor) and known.shape == value.shape:
                 known.copy_(value)  # user code may hold the counter
             else:
