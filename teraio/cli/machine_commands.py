@@ -17,7 +17,6 @@ from rich.text import Text
 
 import planner
 from planner.problem import SolverSettings
-from planner.schema import write_atomic
 from teraio.advice import Case
 from teraio.advice import advise as advice_of
 from teraio.cli import arguments
@@ -40,6 +39,7 @@ from teraio.cli.output import (
     show_or_print,
     some_seconds,
     working,
+    write_file,
 )
 from teraio.cli.trace_summary import summarise_trace, trace_page
 from teraio.options import require_directory
@@ -234,7 +234,7 @@ def doctor(
         found = examine(directories, where)
         described = None if hardware_out is None else measured_machine(directories, where)
     if hardware_out is not None and described is not None:
-        write_atomic(hardware_out, described.model_dump_json(by_alias=True, indent=1) + "\n")
+        write_file(hardware_out, described.model_dump_json(by_alias=True, indent=1) + "\n")
     styles = {"ok": "green", "note": "", "slow": "yellow", "missing": "bold red"}
     columns: dict[str, Column] = {
         "looked at": "what",

@@ -23,7 +23,7 @@ import planner
 from planner.errors import exact_bytes as exact_bytes
 from planner.errors import format_bytes as format_bytes
 from planner.errors import three_digits
-from planner.schema import FrozenModel, printable
+from planner.schema import FrozenModel, printable, write_atomic
 
 _WIDE = 300
 _SILENT_SECONDS = 2.0
@@ -62,8 +62,13 @@ Page = Sequence[Table | Facts | str]  # parts that are printed with an empty lin
 
 def save(made: planner.Plan | planner.Trace, path: Path) -> None:
     """Write a plan or a trace to a file. Raises TeraioError if that cannot be written."""
+    write_file(path, made.text())
+
+
+def write_file(path: Path, text: str) -> None:
+    """Replace the file, see `write_atomic`. Raises TeraioError if it cannot be written."""
     try:
-        made.save(path)
+        write_atomic(path, text)
     except OSError as error:
         raise planner.TeraioError(f"{path}: cannot be written: {error.strerror}") from error
 

@@ -14,7 +14,7 @@ import planner
 from planner.errors import FileFormatError
 from planner.policies import POLICIES
 from planner.problem import SolverSettings
-from planner.schema import FrozenModel, printable, read_format
+from planner.schema import printable, read_format
 from teraio.cli import arguments
 from teraio.cli.arguments import AsJson, Device, Host, PlanFile, Policy, Rows, Storage, TraceFile, with_solver_options
 from teraio.cli.comparison import compare_policies, comparison_page, sweep_budgets, sweep_page
@@ -26,14 +26,7 @@ from teraio.cli.trace_summary import summarise_trace, trace_page
 from teraio.options import require_directory
 
 FORMATS: dict[str, type[planner.Trace] | type[planner.Plan]] = {"teraio.trace": planner.Trace, "teraio.plan": planner.Plan}
-SCHEMAS: dict[str, type[FrozenModel]] = {"trace": planner.Trace, "plan": planner.Plan}
-
-
-class FileKind(StrEnum):
-    """The file formats."""
-
-    TRACE = "trace"
-    PLAN = "plan"
+FileKind = StrEnum("FileKind", ["trace", "plan"])  # as the command line names them
 
 
 @with_solver_options
@@ -185,7 +178,7 @@ def inspect(
 
 def schema(kind: Annotated[FileKind, typer.Argument(help="The file format.")]) -> None:
     """Print the JSON Schema of a file format."""
-    write_out(json.dumps(SCHEMAS[kind.value].model_json_schema(), indent=1))
+    write_out(json.dumps(FORMATS[f"teraio.{kind}"].model_json_schema(), indent=1))
 
 
 def _load(path: Path) -> planner.Trace | planner.Plan:

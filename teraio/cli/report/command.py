@@ -17,10 +17,10 @@ import planner
 from planner.errors import OptionsError
 from planner.policies import POLICIES
 from planner.problem import SolverSettings, live_bytes
-from planner.schema import Plan, Trace, write_atomic
+from planner.schema import Plan, Trace
 from teraio.cli.arguments import AsJson, PlanFile
 from teraio.cli.comparison import compare_policies, sweep_budgets
-from teraio.cli.output import Data, working, write_out
+from teraio.cli.output import Data, working, write_file, write_out
 from teraio.cli.report.content import measured_run, report_of
 from teraio.cli.report.page import html_page
 from teraio.options import require_directory
@@ -81,21 +81,14 @@ def _check(outputs: dict[str, Path | None], trace: Path | None, *, as_json: bool
 
 def _write(made: Data, output: Path | None, perfetto: Path | None, png: Path | None) -> None:
     if output is not None:
-        _write_text(output, html_page(made))
+        write_file(output, html_page(made))
     facts = made["facts"]
     if facts is None:
         return
     if perfetto is not None:
-        _write_text(perfetto, json.dumps(chrome_trace(facts["name"], facts["timeline"])))
+        write_file(perfetto, json.dumps(chrome_trace(facts["name"], facts["timeline"])))
     if png is not None:
         draw(f"plan for {facts['name']} (predicted)", facts["timeline"], png)
-
-
-def _write_text(path: Path, text: str) -> None:
-    try:
-        write_atomic(path, text)
-    except OSError as error:
-        raise planner.TeraioError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _sweep(plan: Plan, trace: Trace, points: int, settings: SolverSettings) -> Data:
