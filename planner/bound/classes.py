@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from planner.bound.windows import Instants
-from planner.lp import HostUpdateWindows, UpdateChain, UpdateCopy, host_update_windows
+from planner.lp import HostUpdateWindows, UpdateCopy, host_update_windows
 from planner.problem import InactivePeriod, Problem, made_bytes, movable_blocks, total_bytes
 from planner.schema import RecomputeGroup, Subgroup, Trace
 
@@ -72,32 +72,28 @@ def _together(name: str, members: Sequence[HostUpdateWindows]) -> HostUpdateWind
     def copies(kind: str) -> tuple[UpdateCopy, ...]:
         alike = zip(*(getattr(member, kind) for member in members), strict=True)
         return tuple(
-            UpdateCopy(
-                first=same[0].first,
-                last=same[0].last,
-                absent=same[0].absent,
-                size_bytes=sum(copy.size_bytes for copy in same),
-                seconds=min(copy.seconds / copy.size_bytes for copy in same) * sum(copy.size_bytes for copy in same),
+            replace(
+                same[0],
+                size_bytes=(size := sum(copy.size_bytes for copy in same)),
+                seconds=min(copy.seconds / copy.size_bytes for copy in same) * size,
             )
             for same in alike
         )
 
-    return HostUpdateWindows(
+    return replace(
+        first,
         name=name,
-        span=first.span,
         device_seconds=max(member.device_seconds / member.host_bytes for member in members) * total,
         host_seconds=min(member.host_seconds / member.host_bytes for member in members) * total,
         held_bytes=sum(member.held_bytes for member in members),
         host_bytes=total,
-        first=first.first,
-        last=first.last,
         gradients=copies("gradients"),
         parameters=copies("parameters"),
         chains=tuple(
-            UpdateChain(spans=same[0].spans, seconds=min(chain.seconds for chain in same))
+            replace(same[0], seconds=min(chain.seconds for chain in same))
             for same in zip(*(member.chains for member in members), strict=True)
         ),
-        at_instants=True,
+        idle=range(0),  # only of a subgroup alone
     )
 
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import ClassVar
 
 from planner.problem import InactivePeriod, Problem
 
@@ -21,6 +22,8 @@ class Instants:
     iteration's first instant. `span_seconds[k]`: seconds of stages in span k. `can_stall[k]`: false where the span is the run of
     one stage. `live_bytes[k]`: device bytes at instant k if nothing ever leaves the device.
     """
+
+    at_instants: ClassVar[bool] = True
 
     positions: tuple[int, ...]
     stage_count: int
@@ -55,11 +58,6 @@ class Instants:
 
     def __len__(self) -> int:
         return len(self.positions)
-
-    @property
-    def at_instants(self) -> bool:
-        """Return True, for `SpanGrid`: spans lie between instants."""
-        return True
 
     def span_of(self, stage: int) -> int:
         """Return the span in which the stage starts."""

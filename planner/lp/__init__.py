@@ -5,11 +5,10 @@ from planner.lp.host_updates import (
     HostUpdateVariables,
     HostUpdateWindows,
     TimeRows,
-    UpdateChain,
     UpdateCopy,
     add_chains,
     add_host_update,
     host_update_windows,
 )
-from planner.lp.program import Program, Terms, Variable, scaled, steps
+from planner.lp.program import Program, Terms, Variable, steps
 from planner.lp.solver import Solved, solve_program

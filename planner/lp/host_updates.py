@@ -9,7 +9,7 @@ the time between two instants).
 
 If h_g, its states are absent all the time. Its parameters are absent between the uses around its stage, except for I; its
 gradients are absent up to its stage, by O. The stage is shorter by its device_seconds. If not h_g, its blocks move like all
-others.
+others. `TimeRows` count what updates and other copies take of links and the host's processor.
 """
 
 from __future__ import annotations

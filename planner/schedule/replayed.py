@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -122,13 +122,8 @@ class ReplayedPlan:
             move = self.plan.moves[transfer.move]
             if transfer.link.endswith("->device"):
                 copies[problem.period_after[move.block, move.after]] = transfer.end_seconds - transfer.start_seconds
-        return StageClock(
-            reached_seconds=reached,
-            iteration_seconds=timeline.iteration_seconds,
-            update_seconds=updates,
-            copy_seconds=copies,
-            user_stages=ideal.user_stages,
-        )
+        seconds = timeline.iteration_seconds
+        return replace(ideal, reached_seconds=reached, iteration_seconds=seconds, update_seconds=updates, copy_seconds=copies)
 
     def copies_in(self) -> list[CopyIn]:
         """Return the copies in, in the order of their ends."""
