@@ -5,7 +5,7 @@ The training is planned as asked for, and with one thing changed at a time: more
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -90,7 +90,8 @@ def advise(
     asked: planner.Plan | None = None
     for case in cases(trace, budgets, drives=drives):
         progress(f"planning: {case.what}")
-        plan, fit, reason = _planned(case, asked, settings)
+        incumbents = (asked,) if case.more and asked is not None else ()
+        plan, fit, reason = planned(case.trace, case.budgets, settings, incumbents=incumbents)
         if not answers:
             asked = plan
         if plan is not None:
@@ -111,14 +112,17 @@ def advise(
     return Advice(trace_name=trace.name, answers=tuple(answers))
 
 
-def _planned(case: Case, asked: planner.Plan | None, settings: SolverSettings) -> tuple[planner.Plan | None, Fit, str]:
-    """Plan a case. Return the plan, whether there is one, and why there is none.
-
-    asked: the plan for the training as asked for, None for that training itself.
-    """
+def planned(
+    trace: planner.Trace,
+    budgets: Budgets,
+    settings: SolverSettings,
+    *,
+    policy: str = "ilp",
+    incumbents: Sequence[planner.Plan] = (),
+) -> tuple[planner.Plan | None, Fit, str]:
+    """Return the plan, whether there is one, and why there is none. Raises OptionsError for an unknown policy."""
     try:
-        incumbents = (asked,) if case.more and asked is not None else ()
-        return planner.plan(case.trace, case.budgets, incumbents=incumbents, **asdict(settings)), "yes", ""
+        return planner.plan(trace, budgets, policy=policy, incumbents=incumbents, **asdict(settings)), "yes", ""
     except BudgetError as error:
         return None, "no plan exists", str(error)
     except planner.OptionsError:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 
 import planner
 from planner.problem import SolverSettings, live_bytes
+from teraio.advice import planned
 from teraio.cli.arguments import as_options
 from teraio.cli.output import (
     Column,
@@ -38,8 +38,8 @@ def compare_policies(
     verdicts: list[Data] = []
     for policy in policies:
         progress(f"planning with {policy}")
-        made, error = _planned(trace, budgets, policy, settings)
-        verdicts.append({"policy": policy, "predicted": made and data_of(made)["predicted"], "error": error})
+        made, _, reason = planned(trace, budgets, settings, policy=policy)
+        verdicts.append({"policy": policy, "predicted": made and data_of(made)["predicted"], "error": as_options(reason)})
     bounds = [verdict["predicted"]["lower_bound_seconds"] for verdict in verdicts if verdict["predicted"]]
     return {
         "trace_name": trace.name,
@@ -71,9 +71,10 @@ def sweep_budgets(
     for number, size in enumerate(sorted(device_bytes), 1):
         progress(f"planning for {size:,} bytes, {number} of {len(device_bytes)}")
         tried = budgets.model_copy(update={"device_bytes": size})
-        made, error = _planned(trace, tried, policy, settings, [best] if best else [])
+        made, _, reason = planned(trace, tried, settings, policy=policy, incumbents=[best] if best else [])
         planned_for = made and made.budgets.device_bytes
         predicted = made and data_of(made)["predicted"]
+        error = as_options(reason)
         points.append({"device_bytes": size, "planned_for_bytes": planned_for, "predicted": predicted, "error": error})
         best = made or best
     return {
@@ -85,18 +86,6 @@ def sweep_budgets(
         "peak_bytes": max(live_bytes(trace)),
         "points": points,
     }
-
-
-def _planned(
-    trace: planner.Trace, budgets: planner.Budgets, policy: str, settings: SolverSettings, incumbents: Sequence[planner.Plan] = ()
-) -> tuple[planner.Plan | None, str]:
-    """Return a plan, or None and why there is none. Raises OptionsError for an unknown policy."""
-    try:
-        return planner.plan(trace, budgets, policy=policy, incumbents=incumbents, **asdict(settings)), ""
-    except planner.OptionsError:
-        raise
-    except planner.TeraioError as error:
-        return None, as_options(str(error))
 
 
 def comparison_page(comparison: Data) -> Page:

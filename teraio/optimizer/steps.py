@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -303,16 +303,14 @@ class _OwnerHooks(OwnHooks):
     updates_alone = True
 
     def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
-        self._marked: WeakSet[Optimizer] = WeakSet()
+        self._handles: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
     def mark(self, optimizer: Optimizer) -> None:
         """Mark the optimizer, unless it is marked."""
-        if optimizer not in self._marked:
-            self._marked.add(optimizer)
-            self._handles.append(optimizer.register_step_pre_hook(self.there))
+        if optimizer not in self._handles:
+            self._handles[optimizer] = optimizer.register_step_pre_hook(self.there)
 
     def close(self) -> None:
         """Remove the marks."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
