@@ -34,7 +34,7 @@ from planner.ilp.model import (
     add_user_code,
     reruns_in,
 )
-from planner.lp import Program, Terms, TimeRows, add_host_update, host_update_windows
+from planner.lp import Program, Terms, TimeRows, add_host_update, host_update_windows, scaled, steps
 from planner.problem import TIE_WEIGHT, Problem, RerunPlaces, Route, in_units, made_by, outward_weight, solver_unit
 from planner.schema import Subgroup
 
@@ -242,13 +242,9 @@ def _add_memory(model: CoarseModel) -> None:
     model.program.levels(rows, [(budget - problem.live_bytes[segment.peak]) / scale for segment in model.segments])
     leaving: list[Terms] = [[(model.leaving[k], scale)] for k in range(count)]
     for entry in model.periods:
-        for position, (variable, previous) in enumerate(zip(entry.out, [None, *entry.out], strict=False)):
+        for position, step in steps(entry.out):
             row = leaving[(entry.period.begin + 1 + position) % count]
-            if variable == previous:
-                break
-            row.append((variable, -float(entry.block_class.size_bytes)))
-            if previous is not None:
-                row.append((previous, float(entry.block_class.size_bytes)))
+            row += scaled(step, -float(entry.block_class.size_bytes))
     for update in model.updates:
         for k, terms in update.left.items():
             leaving[k] += [(variable, -size) for variable, size in terms]

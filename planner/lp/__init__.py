@@ -10,5 +10,5 @@ from planner.lp.host_updates import (
     add_host_update,
     host_update_windows,
 )
-from planner.lp.program import Program, Terms, Variable, steps
+from planner.lp.program import Program, Terms, Variable, scaled, steps
 from planner.lp.solver import Solved, solve_program

@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 
 from planner.errors import UnsupportedError
-from runtime.storage import Checksums, Chunk, ChunkIO, FileDiffers, Slot, Store, UnchangedChunks, align_up
+from runtime.storage import Checksums, Chunk, ChunkIO, FileDiffers, MoveChunk, Slot, Store, UnchangedChunks, align_up
 from runtime.transfer import measurement
-from runtime.transfer.link import Link
+from runtime.transfer.link import IsThere, Link
 from runtime.transfer.measurement import LinkRates, TorchMemory
 from runtime.transfer.transfer import OnDone, Ready, Transfer
 
@@ -134,8 +134,9 @@ class Engine:
 
     def _open_links(self) -> tuple[Link, Link]:
         read_chunk = self.chunk_io.read_chunk if self._unchanged is None else self._unchanged.read_chunk
-        write, read = (
-            Link(
+
+        def link(name: str, move: MoveChunk, is_there: IsThere | None = None) -> Link:
+            return Link(
                 name,
                 move,
                 is_there=is_there,
@@ -144,11 +145,9 @@ class Engine:
                 chunk_bytes=self._chunk_bytes,
                 stuck_after_seconds=self._stuck_after_seconds,
             )
-            for name, move, is_there in zip(
-                self._names, (self.chunk_io.write_chunk, read_chunk), (self._is_there, None), strict=True
-            )
-        )
-        return write, read
+
+        outward, inward = self._names
+        return link(outward, self.chunk_io.write_chunk, self._is_there), link(inward, read_chunk)
 
     def _is_there(self, slot: Slot, chunk: Chunk, address: int) -> bool:
         """Whether a slot holds the bytes of a chunk already. Raises FileDiffers where it must, since it is in the user's file."""

@@ -54,15 +54,11 @@ class GradientBuckets:
 
     def have(self, parameter: Tensor) -> bool:
         """Return whether the parameter's gradient passes through a bucket."""
-        return self._find(parameter) is not None
+        return parameter in self._parameters
 
     def hold(self, parameter: Tensor) -> bool:
         """Return whether the parameter's gradient is a view of a bucket."""
-        return bool(self._find(parameter))
-
-    def _find(self, parameter: Tensor) -> bool | None:
-        found: bool | None = self._parameters.get(parameter)
-        return found
+        return bool(self._parameters.get(parameter))
 
     def look(self) -> None:
         """Look for buckets. If there is a process group, collects garbage and looks at all objects of Python, which takes a tenth
