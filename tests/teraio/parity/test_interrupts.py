@@ -22,7 +22,7 @@ from ...thoroughness import by_profile, every_other
 from ...training import MIB, forget
 from .interrupts import WATCHED, ShadowedTraining, acting_at, interrupted_at, no_hang, small
 
-pytestmark = pytest.mark.usefixtures("fine_and_quick")
+pytestmark = pytest.mark.usefixtures("fine_and_quick", "few_slices")
 
 TIERS = {"storage": {}, "host": {"host_budget": 8 * MIB}}
 UNTIL_PLANNED = 6

@@ -21,7 +21,7 @@ from ...thoroughness import by_profile
 from .harness import MIB, Case, Result, Run, budgeted_options, check_exact, one_update, train
 from .optimizers import KINDS, Layers, small
 
-pytestmark = pytest.mark.usefixtures("fine_and_quick")
+pytestmark = pytest.mark.usefixtures("fine_and_quick", "few_slices")
 
 BF16, FP16 = torch.bfloat16, torch.float16
 OFF = {"optimizer": "off"}

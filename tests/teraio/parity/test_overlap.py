@@ -29,7 +29,7 @@ from .harness import (
 from .optimizers import Layers, small
 from .test_states import groups
 
-pytestmark = [pytest.mark.usefixtures("fine_and_quick"), compiled_input_needs_grad]
+pytestmark = [pytest.mark.usefixtures("fine_and_quick", "few_slices"), compiled_input_needs_grad]
 
 STEPS = 12
 WATCHED = 3

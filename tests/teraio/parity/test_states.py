@@ -34,7 +34,7 @@ from .harness import (
 from .loops import by_hand, generate, infer, no_optimizers, rollout, told
 from .optimizers import KEEPS_NONE, KINDS, small
 
-pytestmark = pytest.mark.usefixtures("fine_and_quick")
+pytestmark = pytest.mark.usefixtures("fine_and_quick", "few_slices")
 
 STEPS = 12
 TOGETHER = 6
