@@ -44,7 +44,7 @@ def test_damaged_lengths_are_refused(tmp_path: Path) -> None:
     content = json.loads(varying(hand("chain")).text())
     for change, message in [
         ({"block_bytes": [{"id": 3, "coefficients": [1]}]}, "lengths.block_bytes refers to id 3; there are 3"),
-        ({"lowest": 11}, "the highest must not be below the lowest"),
+        ({"lowest": [11]}, "the highest must not be below the lowest"),
         ({"stage_seconds": [{"id": 0, "coefficients": []}]}, "coefficients"),
     ]:
         path = tmp_path / "trace.json"
@@ -57,14 +57,14 @@ def test_what_has_room_stays_and_the_plan_is_one_file(tmp_path: Path) -> None:
     whole = varying(hand("chain"))
     budgets = Budgets(device_bytes=20)
     made = with_shorter(plan(whole, budgets), whole, [10, 7, 5])
-    assert [each.length for each in made.shorter] == [7, 5], "the plan itself is for the longest"
+    assert [each.sizes for each in made.shorter] == [(7,), (5,)], "the plan itself is for the longest"
     at_five = made.shorter[1]
     assert len(at_five.left_out) == len(made.moves) and at_five.predicted.iteration_seconds == whole.at(5).ideal_seconds == 3.0
     made.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == made
     content = json.loads(made.text())
     for change, message in (([5, 7], "descend"), ([5, 5], "descend")):
-        content["shorter"] = [{**content["shorter"][0], "length": length} for length in change]
+        content["shorter"] = [{**content["shorter"][0], "sizes": [length]} for length in change]
         (tmp_path / "plan.json").write_text(json.dumps(content))
         with pytest.raises(PlanError, match=message):
             Plan.load(tmp_path / "plan.json")
@@ -74,7 +74,7 @@ def test_what_has_room_stays_and_the_plan_is_one_file(tmp_path: Path) -> None:
         Plan.load(tmp_path / "plan.json")
     assert "shorter" not in plan(hand("chain"), budgets).text()
     by_itself = with_shorter(made, whole).shorter
-    assert by_itself[0].length == 8 and len(by_itself[-1].left_out) == len(made.moves), "down to where all has room"
+    assert by_itself[0].sizes == (8,) and len(by_itself[-1].left_out) == len(made.moves), "down to where all has room"
 
 
 @given(problems())
@@ -85,12 +85,12 @@ def test_a_thinned_plan_is_never_slower_and_leaves_the_border_as_it_is(problem: 
     except TeraioError:
         return
     for shorter in with_shorter(made, whole, (9, 6, 3)).shorter:
-        short = whole.at(shorter.length)
-        replayed = simulate(short, made.thinned(shorter.left_out, short))
+        short = whole.at(*shorter.sizes)
+        replayed = simulate(short, made.thinned(shorter.left_out, shorter.skipped, short))
         assert replayed.iteration_seconds == shorter.predicted.iteration_seconds
         all_of_them = [n for n, move in enumerate(made.moves) if not short.blocks[move.block].movable]
         try:
-            most = simulate(short, made.thinned(all_of_them, short)).iteration_seconds
+            most = simulate(short, made.thinned(all_of_them, (), short)).iteration_seconds
         except TeraioError:
             continue
         assert replayed.iteration_seconds <= most * (1 + 1e-9)

@@ -37,7 +37,7 @@ def test_sizes_are_exact_and_times_fitted_by_parts_that_are_not_negative() -> No
         return length * (length + 1) // 2 + 3
 
     found = with_lengths([profile([(4, n)], bytes_at=size, seconds_at=seconds) for n in (10, 50, 200, 101)][:-1])
-    assert found.trace.lengths is not None and (found.trace.lengths.lowest, found.trace.lengths.place) == (10, 1)
+    assert found.trace.lengths is not None and (found.trace.lengths.lowest, found.trace.lengths.places) == ((10,), (1,))
     for length in (10, 37, 101, 199):
         there = found.trace.at(length)
         assert there.blocks[0].size_bytes == size(length)
@@ -68,13 +68,13 @@ def test_a_trace_has_all_microbatches_as_long_as_the_longest() -> None:
 def test_sizes_that_follow_from_the_length_are_no_others() -> None:
     """Such as the stride of `tokens[:, :-1]`: the first of them counts."""
     found = with_lengths([profile([(4, n + 1, n)]) for n in (10, 20, 30)]).trace
-    assert found.lengths is not None and found.lengths.place == 1 and found.at(16).blocks[0].size_bytes == 8 * 15 + 8
+    assert found.lengths is not None and found.lengths.places == (1,) and found.at(16).blocks[0].size_bytes == 8 * 15 + 8
 
 
 @pytest.mark.parametrize(
-    "sizes", [([(4, 9)],), ([(4, 9)], [(3, 7)], [(4, 5)]), ([(4, 9)], [(4, 9)]), ([(4, 9)], [(4, 9), (4, 9)])]
+    "sizes", [([(4, 9)],), ([(4, 9, 2)], [(3, 7, 5)], [(4, 5, 1)], [(6, 5, 4)]), ([(4, 9)], [(4, 9)]), ([(4, 9)], [(4, 9), (4, 9)])]
 )
 def test_what_does_not_tell_enough_leaves_the_trace_as_it_is(sizes: tuple[Sizes, ...]) -> None:
-    """One length, batch and length that both vary, and other stages."""
+    """One length, three sizes that vary by themselves, and other stages."""
     found = with_lengths([profile(each) for each in sizes])
     assert found.trace.lengths is None and isinstance(found.trace, planner.Trace)
