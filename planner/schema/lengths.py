@@ -63,13 +63,17 @@ class Lengths(FrozenModel):
     @model_validator(mode="after")
     def _a_range(self) -> Self:
         if not len(self.lowest) == len(self.highest) == len(self.places):
-            raise ValueError(f"lengths: lowest, highest and places must be as many, found {self.lowest}, {self.highest}, {self.places}")
+            raise ValueError(
+                f"lengths: lowest, highest and places must be as many, found {self.lowest}, {self.highest}, {self.places}"
+            )
         if not dominates(self.highest, self.lowest):
-            raise ValueError(f"lengths go from {told(self.lowest)} to {told(self.highest)}; the highest must not be below the lowest")
+            raise ValueError(
+                f"lengths go from {told(self.lowest)} to {told(self.highest)}; the highest must not be below the lowest"
+            )
         return self
 
     def descending(self) -> Iterator[list[tuple[int, ...]]]:
-        """Yield rows of sizes that cover the range, without the highest. In a row each length is clearly shorter than the last."""
+        """Yield rows of sizes that cover the range, without the highest. In a row each is clearly shorter than the last."""
         (most, *numbers), (least, *fewest) = self.highest, self.lowest
         lengths = [most]
         while lengths[-1] > least and len(lengths) <= _MOST_STEPS:
@@ -78,7 +82,7 @@ class Lengths(FrozenModel):
             yield [(length,) for length in lengths[1:]]
             return
         for number in dict.fromkeys(max(int(share * numbers[0]), fewest[0]) for share in _FEWER):
-            row = [(length, number) for length in lengths[:: 2]]
+            row = [(length, number) for length in lengths[::2]]
             yield [sizes for sizes in row if sizes != self.highest]
 
 

@@ -221,7 +221,13 @@ class Plan(GrownModel):
         recompute = tuple(
             each.model_copy(update={"skipped": each.skipped or number in skipped}) for number, each in enumerate(self.recompute)
         )
-        changed = {"trace_fingerprint": trace.fingerprint, "moves": moves, "recompute": recompute, "initial": initial, "shorter": ()}
+        changed = {
+            "trace_fingerprint": trace.fingerprint,
+            "moves": moves,
+            "recompute": recompute,
+            "initial": initial,
+            "shorter": (),
+        }
         return self.model_copy(update=changed)
 
     @classmethod

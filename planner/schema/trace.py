@@ -372,7 +372,8 @@ class Trace(GrownModel):
         known = self.lengths
         if known is None:
             raise OptionsError(
-                f"trace {printable(self.name)}: found length {told(sizes)}, but the trace is of one length; capture it with --lengths"
+                f"trace {printable(self.name)}: found length {told(sizes)}, but the trace is of one length; capture it with "
+                "--lengths"
             )
         wanted = (*sizes, *known.highest[len(sizes) :])
         if not sizes or len(wanted) != len(known.highest):

@@ -95,9 +95,7 @@ class StageSchedule:
     reruns: RerunsByStage
 
     @classmethod
-    def of(
-        cls, profile: Profile, plan: planner.Plan, shorter: Shorter | None = None, *, staying: bool = False
-    ) -> StageSchedule:
+    def of(cls, profile: Profile, plan: planner.Plan, shorter: Shorter | None = None, *, staying: bool = False) -> StageSchedule:
         """Lay out a plan that was made for the profile's trace. Raises PlanError where a stage cannot run again in its place.
 
         shorter: what to follow of it. staying: blocks stay on the device over the iteration's end as `shorter` says.

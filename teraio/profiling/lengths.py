@@ -1,9 +1,9 @@
 """How sizes and times of an iteration depend on the length of its inputs, from profiles at several lengths.
 
-Where their number varies too, as in the last batch of a data set, it counts as well: see `planner.schema.terms`. Sizes are sums of
-at most three of these terms, and exact where one goes through all profiles. Times are fitted, stage by stage, by what is constant,
-what grows with the inputs (what is done for each token) and what grows with the square of the length (attention); none of it is
-negative.
+Where their number varies too, as in the last batch of a data set, it counts as well: see `planner.schema.terms`. Sizes are sums
+of at most three of these terms, and exact where one goes through all profiles. Times are fitted, stage by stage, by what is
+constant, what grows with the inputs (what is done for each token) and what grows with the square of the length (attention); none
+of it is negative.
 """
 
 from __future__ import annotations

@@ -147,7 +147,9 @@ def grouped(steps: int) -> list[Batch]:
     pad = DataCollatorWithPadding(PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<end>"))
     rows = 16
     texts = _texts(rows * steps - rows // 2, shortest=2, longest=96)
-    sampler = LengthGroupedSampler(rows, lengths=[len(each["input_ids"]) for each in texts], generator=torch.Generator().manual_seed(5))
+    sampler = LengthGroupedSampler(
+        rows, lengths=[len(each["input_ids"]) for each in texts], generator=torch.Generator().manual_seed(5)
+    )
     order = list(sampler)
     made = [dict(pad([texts[number] for number in order[first : first + rows]])) for first in range(0, len(order), rows)]
     return [{**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)} for batch in made]

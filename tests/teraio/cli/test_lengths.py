@@ -8,7 +8,7 @@ import pytest
 
 from planner import Plan, Trace
 
-from ...planner.traces import hand, varying
+from ...planner.traces import hand, layers, varying
 from ..conftest import RunCommand
 from ..traces import CHAIN_FILE
 from .facts import fact, has_line
@@ -64,4 +64,7 @@ def test_a_trace_or_plan_of_one_length(run: RunCommand, trace_file: Path, tmp_pa
     run("plan", trace_file, "--device", "20", "-o", tmp_path / "plan.json")
     Trace.load(trace_file).rebuilt(lengths=None).save(tmp_path / "other.json")
     assert "the trace is of one length" in run("simulate", tmp_path / "other.json", tmp_path / "plan.json", "--length", "5").err
+    varying(layers()).save(tmp_path / "another.json")
+    told = run("simulate", tmp_path / "another.json", tmp_path / "plan.json", "--length", "5").err
+    assert "the plan was made for the trace with fingerprint" in told and told.count("\n") == 1
     assert "wanted SHORTEST:LONGEST" in run("capture", "x:y", "-o", tmp_path / "t.json", "--lengths", "128").err
