@@ -153,12 +153,12 @@ class RankGroup:
         self.tell(what, "")
 
     @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """If the block raises, tell the others, so that they fail as well instead of waiting."""
+    def failing_together(self, *restarts: type[Exception]) -> Iterator[None]:
+        """If the block raises, tell the others, so that they fail as well instead of waiting. restarts: after which it runs again."""
         try:
             yield
-        except RankError:
-            raise  # they know
+        except (RankError, *restarts):
+            raise  # they know, or nothing has failed
         except BaseException as error:
             self.fail(f"{type(error).__name__}: {error}")
             raise

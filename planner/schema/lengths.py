@@ -86,7 +86,7 @@ class Lengths(FrozenModel):
             yield [sizes for sizes in row if sizes != self.highest]
 
 
-def dominates(sizes: Sequence[int], others: Sequence[int]) -> bool:
+def dominates(sizes: Sequence[float], others: Sequence[float]) -> bool:
     """Return whether none of the sizes is below that of the others."""
     return all(size >= other for size, other in zip(sizes, others, strict=True))
 
