@@ -257,12 +257,11 @@ LOOPS = {
     "sentences of changing length": llama(make_batches=of_changing_length, steps=6),
     **{
         f"{name}, one plan for all lengths": llama(
-            step=step, make_batches=batches, steps=14, planned=True, compile_options={"dynamic": True}
+            make_batches=batches, steps=14, planned=True, compile_options={"dynamic": True}
         )
-        for name, step, batches in (
-            ("`DataCollatorWithPadding`, grouped by length", plain_step, text.grouped),
-            ("`DataCollatorWithFlattening`", plain_step, text.flattened),
-            ("microbatches of other lengths", accumulate, text.grouped),
+        for name, batches in (
+            ("`DataCollatorWithPadding`, grouped by length", text.grouped),
+            ("`DataCollatorWithFlattening`", text.flattened),
         )
     },
     "fused AdamW": llama(make_optimizer=fused, **PLANNED),
