@@ -6,8 +6,8 @@ for them, but moves, or drops and makes again, blocks for which there would be r
 the length. At each length the plan is replayed with fewer and fewer re-runs, the longest for what they spare left out first, and
 then with fewer and fewer moves, the largest first, as long as it fits and ends no later. What moves over the end of an iteration
 does so as ever, so that each iteration finds blocks where any of these plans expects them. These moves, such as those of an
-optimizer's states, may be most of what is left: where iterations would be shorter without, they are left out too, but only while
-inputs stay so short. When longer ones come again, what has stayed leaves as they begin.
+optimizer's states, may be most of what is left: so they are tried last, and left out only while inputs stay so short. When longer
+ones come again, what has stayed leaves as they begin.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from planner.schema import Plan, Shorter, Trace
 from planner.simulator import Timeline, simulate
 
 _ROUNDING = 1 + 1e-9  # sums of times differ by less
-_WORTHWHILE = 0.01  # share of the iteration below which blocks do not stay over its end: to leave later costs time, too
 
 
 def with_shorter(plan: Plan, trace: Trace, lengths: Iterable[int] | None = None) -> Plan:
@@ -74,8 +73,6 @@ def _shorter(plan: Plan, trace: Trace, sizes: tuple[int, ...]) -> Shorter | None
     over = [number for number, move in enumerate(plan.moves) if move.before >= count and move.block not in updated]
     over.sort(key=lambda number: -blocks[number].size_bytes)
     staying, settled = _most(len(over), 0, lambda gone: replayed(moves[:left_out] + over[:gone], reruns[:skipped]), best)
-    if settled is None or settled.iteration_seconds > best.iteration_seconds * (1 - _WORTHWHILE):
-        staying, settled = 0, best
     again = plan.thinned((), reruns[:skipped], trace).recompute
     return Shorter(
         sizes=sizes,
@@ -83,7 +80,7 @@ def _shorter(plan: Plan, trace: Trace, sizes: tuple[int, ...]) -> Shorter | None
         skipped=tuple(sorted(reruns[:skipped])),
         staying=tuple(sorted(over[:staying])),
         predicted=prediction(trace, best).model_copy(update={"recompute_seconds": recompute_seconds(trace, again)}),
-        staying_seconds=settled.iteration_seconds,
+        staying_seconds=(settled or best).iteration_seconds,
     )
 
 
