@@ -5,9 +5,7 @@ A plan is made for the longest inputs. Shorter ones run the same stages over the
 for them, but moves, or drops and makes again, blocks for which there would be room. The trace says how sizes and times depend on
 the length. At each length the plan is replayed with fewer and fewer re-runs, the longest for what they spare left out first, and
 then with fewer and fewer moves, the largest first, as long as it fits and ends no later. What moves over the end of an iteration
-does so as ever, so that each iteration finds blocks where any of these plans expects them. These moves, such as those of an
-optimizer's states, may be most of what is left: so they are tried last, and left out only while inputs stay so short. When longer
-ones come again, what has stayed leaves as they begin.
+does so as ever, so that each iteration finds blocks where any of these plans expects them.
 """
 
 from __future__ import annotations
@@ -26,20 +24,20 @@ _ROUNDING = 1 + 1e-9  # sums of times differ by less
 def with_shorter(plan: Plan, trace: Trace, lengths: Iterable[int] | None = None) -> Plan:
     """Return the plan with what is followed for shorter inputs. lengths: by default, sizes that cover the range of the trace.
 
-    Leaves out sizes at which the plan does not come to an end even with all moves. Waits for about ten to thirty replays
-    for each. Raises OptionsError where the trace does not know a length.
+    Leaves out sizes at which the plan does not come to an end even with all moves. Waits for about ten replays for each, twice
+    that where stages run again. Raises OptionsError where the trace does not know a length.
     """
     rows: Iterable[list[tuple[int, ...]]] = trace.lengths.descending() if trace.lengths is not None else ()
     if lengths is not None:
         known = trace.lengths.highest[1:] if trace.lengths is not None else ()
         rows = ([(length, *known)] for length in sorted(set(lengths)) if trace.at(length) is not trace)
+    inside = sum(move.before < len(trace.stages) + len(plan.recompute) for move in plan.moves)
     found: list[Shorter] = []
     for row in rows:
         for sizes in row:
             shorter = _shorter(plan, trace.at(*sizes), sizes)
             found += [] if shorter is None else [shorter]
-            gone = 0 if shorter is None else len(shorter.left_out) + len(shorter.staying) + len(shorter.skipped)
-            if gone == len(plan.moves) + len(plan.recompute):
+            if shorter is not None and len(shorter.left_out) == inside and len(shorter.skipped) == len(plan.recompute):
                 break  # even shorter inputs cannot do with less
     return plan.model_copy(update={"shorter": tuple(sorted(found, key=lambda each: each.sizes, reverse=True))})
 
@@ -64,23 +62,14 @@ def _shorter(plan: Plan, trace: Trace, sizes: tuple[int, ...]) -> Shorter | None
         except TeraioError:  # does not fit
             return None
 
-    skipped, whole = _most(len(reruns), 0, lambda gone: replayed(moves[:small], reruns[:gone]))
-    left_out, best = _most(len(moves), small, lambda gone: replayed(moves[:gone], reruns[:skipped]), whole)
+    skipped, whole = _most(len(reruns), 0, lambda fewest: replayed(moves[:small], reruns[:fewest]))
+    left_out, best = _most(len(moves), small, lambda fewest: replayed(moves[:fewest], reruns[:skipped]), whole)
     if best is None:
         return None
-    # What the host updates has its place there.
-    updated = {block for each in plan.updates if each.where == "host" for block in trace.subgroups[each.subgroup].blocks}
-    over = [number for number, move in enumerate(plan.moves) if move.before >= count and move.block not in updated]
-    over.sort(key=lambda number: -blocks[number].size_bytes)
-    staying, settled = _most(len(over), 0, lambda gone: replayed(moves[:left_out] + over[:gone], reruns[:skipped]), best)
-    again = plan.thinned((), reruns[:skipped], trace).recompute
+    thinned = plan.thinned((), reruns[:skipped], trace)
+    predicted = prediction(trace, best).model_copy(update={"recompute_seconds": recompute_seconds(trace, thinned.recompute)})
     return Shorter(
-        sizes=sizes,
-        left_out=tuple(sorted(moves[:left_out])),
-        skipped=tuple(sorted(reruns[:skipped])),
-        staying=tuple(sorted(over[:staying])),
-        predicted=prediction(trace, best).model_copy(update={"recompute_seconds": recompute_seconds(trace, again)}),
-        staying_seconds=(settled or best).iteration_seconds,
+        sizes=sizes, left_out=tuple(sorted(moves[:left_out])), skipped=tuple(sorted(reruns[:skipped])), predicted=predicted
     )
 
 

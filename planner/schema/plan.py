@@ -155,16 +155,13 @@ class Shorter(FrozenModel):
     """The plan for inputs that are no larger than `sizes`: without the moves `left_out` and the re-runs `skipped`.
 
     sizes: as in `Lengths`. left_out, skipped: numbers in `moves` and `recompute`, for whose blocks there is room.
-    staying: numbers of the moves over the iteration's end that are left out too where the inputs before were no larger either.
-    predicted, staying_seconds: at these sizes, without and with that; the lower bound is not computed.
+    predicted: at these sizes; its lower bound is not computed.
     """
 
     sizes: Sizes
     left_out: Ids = ()
     skipped: Ids = ()
-    staying: Ids = ()
     predicted: Predicted
-    staying_seconds: Seconds
 
 
 class Plan(GrownModel):
@@ -173,7 +170,7 @@ class Plan(GrownModel):
     `moves` are in queue order: of the moves that start at the same stage, a link serves the first one first. The `updates` on
     the host are in queue order too. subgroup_bytes: from the trace; training with this plan must cut optimizers into subgroups
     of that size. shorter: what is followed for shorter inputs, the longest first, where the trace says how sizes depend on the
-    length.
+    length. Moves over the iteration's end are in all of them: each iteration finds blocks where any of these expects them.
     """
 
     added_later = ("subgroup_bytes", "shorter")
@@ -200,7 +197,7 @@ class Plan(GrownModel):
         if len({len(each) for each in sizes}) > 1:
             raise ValueError(f"shorter: some have a size more than others, found {sizes[:20]}")
         for each in self.shorter:
-            check_ids(f"the plan for {told(each.sizes)}", (*each.left_out, *each.staying), len(self.moves), "move")
+            check_ids(f"the plan for {told(each.sizes)}", each.left_out, len(self.moves), "move")
             check_ids(f"the plan for {told(each.sizes)}", each.skipped, len(self.recompute), "re-run")
         return self
 
@@ -210,24 +207,12 @@ class Plan(GrownModel):
         return min(fitting, key=lambda each: prod(each.sizes), default=None)
 
     def thinned(self, left_out: Collection[int], skipped: Collection[int], trace: Trace) -> Plan:
-        """Return the plan without these moves, and with these re-runs skipped, by number, for a trace with other sizes.
-
-        Blocks that do not leave over the iteration's end are on the device when it begins.
-        """
-        count = len(trace.stages) + len(self.recompute)
-        staying = {self.moves[number].block for number in left_out if self.moves[number].before >= count}
-        initial = tuple(each.model_copy(update={"tier": "device"}) if each.block in staying else each for each in self.initial)
+        """Return the plan without these moves, and with these re-runs skipped, by number, for a trace with other sizes."""
         moves = tuple(move for number, move in enumerate(self.moves) if number not in left_out)
         recompute = tuple(
             each.model_copy(update={"skipped": each.skipped or number in skipped}) for number, each in enumerate(self.recompute)
         )
-        changed = {
-            "trace_fingerprint": trace.fingerprint,
-            "moves": moves,
-            "recompute": recompute,
-            "initial": initial,
-            "shorter": (),
-        }
+        changed = {"trace_fingerprint": trace.fingerprint, "moves": moves, "recompute": recompute, "shorter": ()}
         return self.model_copy(update=changed)
 
     @classmethod

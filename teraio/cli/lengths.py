@@ -73,14 +73,14 @@ def _in_file(path: Path) -> dict[int, float]:
 def lengths_of_plan(plan: planner.Plan, trace: planner.Trace | None, counts: dict[int, float] | None = None) -> list[Data]:
     """Return what a plan takes at each length, the longest first; empty where it is for one length only.
 
-    `sizes`: None where it is not known which the longest is. `in_a_row_seconds`: of an iteration after others that were no
-    longer. `left_out`, `skipped`: moves, re-runs. counts: how often each length occurs.
+    `sizes`: None where it is not known which the longest is. `left_out`, `skipped`: moves, re-runs. counts: how often each length
+    occurs.
     """
     if not plan.shorter or plan.predicted is None:
         return []
     longest = None if trace is None or trace.lengths is None else trace.lengths.highest
-    rows = [(longest, plan.predicted, plan.predicted.iteration_seconds, 0, 0)]
-    rows += [(each.sizes, each.predicted, each.staying_seconds, len(each.left_out), len(each.skipped)) for each in plan.shorter]
+    rows = [(longest, plan.predicted, 0, 0)]
+    rows += [(each.sizes, each.predicted, len(each.left_out), len(each.skipped)) for each in plan.shorter]
     whole = sum(counts.values()) if counts else 0.0
     return [
         {
@@ -89,12 +89,11 @@ def lengths_of_plan(plan: planner.Plan, trace: planner.Trace | None, counts: dic
             "predicted": data_of(predicted),
             "waits_seconds": _waits(predicted),
             "peak_bytes": predicted.peak_bytes.get("device"),
-            "in_a_row_seconds": in_a_row,
             "left_out": left_out,
             "skipped": skipped,
             "work": _work(trace, sizes),
         }
-        for sizes, predicted, in_a_row, left_out, skipped in rows
+        for sizes, predicted, left_out, skipped in rows
     ]
 
 
@@ -111,17 +110,12 @@ def _work(trace: planner.Trace | None, sizes: tuple[int, ...] | None) -> Data | 
 def lengths_table(rows: Sequence[Data]) -> Table:
     """Return time, waits and peak against the length."""
     counted = {">of the batches": lambda row: f"{row['share']:.1%}"} if any(row["share"] is not None for row in rows) else {}
-
-    def stays(row: Data) -> bool:
-        return bool(row["in_a_row_seconds"] < row["predicted"]["iteration_seconds"])
-
     columns: dict[str, Column] = {
         ">length": lambda row: "the longest" if row["sizes"] is None else told(row["sizes"]),
         **counted,
         ">iteration": "predicted.iteration_seconds",
         ">without waiting": "predicted.ideal_seconds",
         ">waits": "waits_seconds",
-        **({">in a row": "in_a_row_seconds"} if any(stays(row) for row in rows) else {}),
         ">peak of device": "peak_bytes",
         ">moves left out": "left_out",
         **({">re-runs skipped": "skipped"} if any(row["skipped"] for row in rows) else {}),

@@ -16,7 +16,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
-from planner.schema import WaitingTier
 from runtime.device import Mark
 from runtime.execution import StageRerun, StageRun, graph_of
 from runtime.paging import Block, Pager
@@ -120,8 +119,6 @@ class PlanCursor:
                 thinned = self.thinned and self.thinned.schedule_for(identity, begins=not index)
                 self._moving = thinned or self.schedule
                 self.position = regions[index][1] + 1
-                if self.thinned is not None:
-                    self._offload(self.thinned.overdue())
                 self._leave(self.position - 1)
                 return
         self.deviations += 1
@@ -206,10 +203,7 @@ class PlanCursor:
             dropped = self._by_id.get(trace_id)
             if dropped is not None:
                 self._pager.drop(dropped)
-        self._offload(self._moving.leave_after[position])
-
-    def _offload(self, planned: Sequence[tuple[int, WaitingTier]]) -> None:
-        by_id = self._by_id
+        planned, by_id = self._moving.leave_after[position], self._by_id
         if planned and (leaving := [(block, tier) for i, tier in planned if (block := by_id.get(i)) is not None]):
             self._pager.offload_all(leaving)
 

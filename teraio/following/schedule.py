@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import planner
-from planner.schema import Shorter, WaitingTier
+from planner.schema import WaitingTier
 from runtime.execution import graph_of
 from teraio.profiling import Iteration, Profile
 
@@ -95,23 +95,15 @@ class StageSchedule:
     reruns: RerunsByStage
 
     @classmethod
-    def of(cls, profile: Profile, plan: planner.Plan, shorter: Shorter | None = None, *, staying: bool = False) -> StageSchedule:
-        """Lay out a plan that was made for the profile's trace. Raises PlanError where a stage cannot run again in its place.
-
-        shorter: what to follow of it. staying: blocks stay on the device over the iteration's end as `shorter` says.
-        """
+    def of(cls, profile: Profile, plan: planner.Plan) -> StageSchedule:
+        """Lay out a plan that was made for the profile's trace. Raises PlanError where a stage cannot run again in its place."""
         recorded, ids = profile.iteration, profile.ids
-        left_out, skipped = (shorter.left_out, shorter.skipped) if shorter is not None else ((), ())
-        stays = shorter.staying if shorter is not None and staying else ()
-        reruns = RerunsByStage.of(profile.trace, plan.thinned((), skipped, profile.trace).recompute)
+        reruns = RerunsByStage.of(profile.trace, plan.recompute)
         leave: list[list[tuple[int, WaitingTier]]] = [[] for _ in range(reruns.count)]
         fetch: list[list[int]] = [[] for _ in range(reruns.count)]
-        for number, move in enumerate(plan.moves):  # in this order they enter the queues of the links
-            if number in left_out:
-                continue
+        for move in plan.moves:  # in this order they enter the queues of the links
             start = move.after if move.offload is None else move.offload.start
-            if number not in stays:
-                leave[start % reruns.count].append((move.block, move.tier))
+            leave[start % reruns.count].append((move.block, move.tier))
             if move.prefetch is not None:  # otherwise the block does not come back
                 fetch[move.prefetch.start % reruns.count].append(move.block)
         # The trace has one subgroup for each stage that updates parameters, in this order.

@@ -106,17 +106,6 @@ def test_stages_run_again_only_where_there_is_no_room() -> None:
     assert Plan.model_validate_json(made.text()) == made
 
 
-def test_what_leaves_over_the_end_of_an_iteration_stays_while_inputs_are_short() -> None:
-    """The states of an optimizer, for which there is room at half of the length. Without that they move at each length."""
-    blocks = [block(10, [0], [1]), block(10, [2], [2], "optimizer_state")]
-    whole = varying(trace(staged("fbo"), blocks, hardware(rate=5.0)))
-    made = with_shorter(plan(whole, Budgets(device_bytes=15)), whole, [8, 5])
-    assert [(move.block, move.before > 3) for move in made.moves] == [(1, True)]
-    eight, five = made.shorter
-    assert eight.staying == () and eight.staying_seconds == eight.predicted.iteration_seconds > 2.4
-    assert five.staying == (0,) and five.left_out == () and five.staying_seconds == 1.5 < five.predicted.iteration_seconds
-
-
 def test_the_smallest_plan_that_fits_inputs_in_length_and_number() -> None:
     whole = varying(hand("chain"), lowest=(1, 2), highest=(10, 4), places=(0, 1))
     made = with_shorter(plan(whole, Budgets(device_bytes=20)), whole)
@@ -146,5 +135,3 @@ def test_a_thinned_plan_is_never_slower_and_leaves_the_border_as_it_is(problem: 
         assert replayed.iteration_seconds <= most * (1 + 1e-9)
         count = len(whole.stages) + len(made.recompute)
         assert all(made.moves[number].before < count for number in shorter.left_out)
-        settled = simulate(short, made.thinned((*shorter.left_out, *shorter.staying), shorter.skipped, short))
-        assert settled.iteration_seconds == shorter.staying_seconds <= replayed.iteration_seconds * (1 + 1e-9)
