@@ -24,7 +24,7 @@ from planner import (
 from planner.schema import Work
 
 from ..strategies import problems
-from ..traces import block, group, hand, hardware, layers, staged, trace, varying
+from ..traces import block, group, hand, layers, staged, trace, varying
 
 
 def test_a_trace_at_another_length() -> None:
