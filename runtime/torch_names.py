@@ -34,6 +34,7 @@ _NAMES = {  # public names of private modules are here, too
 }
 _OF_CUDA = {"torch._C": "_cuda_clearCublasWorkspaces _cuda_getCurrentRawStream _cuda_isHistoryEnabled _host_emptyCache"}
 _OF_COMPILER = {  # these take seconds to import
+    "torch._dynamo.exc": "RestartAnalysis",
     "torch._functorch": "config",
     "torch._inductor": "config list_mode_options",
     "torch._inductor.compile_fx": "compile_fx compile_fx_inner",

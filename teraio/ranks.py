@@ -153,12 +153,15 @@ class RankGroup:
         self.tell(what, "")
 
     @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """If the block raises, tell the others, so that they fail as well instead of waiting."""
+    def failing_together(self, restart: type[Exception] = RankError) -> Iterator[None]:
+        """If the block raises, tell the others, so that they fail as well instead of waiting.
+
+        restart: what says that the block is to run again, on all ranks.
+        """
         try:
             yield
-        except RankError:
-            raise  # they know
+        except (RankError, restart):
+            raise  # they know, or nothing has failed
         except BaseException as error:
             self.fail(f"{type(error).__name__}: {error}")
             raise

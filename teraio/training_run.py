@@ -261,7 +261,9 @@ class TrainingRun:
         if self._ranks is None or self._agreed:
             yield
             return
-        with self._ranks.failing_together():
+        from torch._dynamo.exc import RestartAnalysis  # takes seconds to import, and has been by Dynamo
+
+        with self._ranks.failing_together(RestartAnalysis):
             yield
         self._ranks.gather("compiling the first graph")
         self._agreed = True

@@ -1,19 +1,20 @@
-"""Plans for shorter inputs: a plan without the moves that shorter inputs have room for.
+"""Plans for shorter inputs: a plan without the moves and re-runs that shorter inputs have room for.
 
 [Note: Thinned plans]
 A plan is made for the longest inputs. Shorter ones run the same stages over the same blocks, which are smaller: so the plan holds
-for them, but moves blocks for which there would be room. The trace says how sizes and times depend on the length. At each length
-the plan is replayed with fewer and fewer moves, the largest left out first, as long as it fits and ends no later. What moves over
-the end of an iteration does so as ever, so that each iteration finds blocks where any of these plans expects them.
+for them, but moves, or drops and makes again, blocks for which there would be room. The trace says how sizes and times depend on
+the length. At each length the plan is replayed with fewer and fewer re-runs, the longest for what they spare left out first, and
+then with fewer and fewer moves, the largest first, as long as it fits and ends no later. What moves over the end of an iteration
+does so as ever, so that each iteration finds blocks where any of these plans expects them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from planner.errors import TeraioError
 from planner.policies.predictions import prediction
-from planner.problem import recompute_seconds
+from planner.problem import made_bytes, recompute_seconds
 from planner.schema import Plan, Shorter, Trace
 from planner.simulator import Timeline, simulate
 
@@ -21,48 +22,73 @@ _ROUNDING = 1 + 1e-9  # sums of times differ by less
 
 
 def with_shorter(plan: Plan, trace: Trace, lengths: Iterable[int] | None = None) -> Plan:
-    """Return the plan with what is followed for shorter inputs. lengths: by default, some that cover the range of the trace.
+    """Return the plan with what is followed for shorter inputs. lengths: by default, sizes that cover the range of the trace.
 
-    Leaves out a length at which the plan does not come to an end even with all moves. Waits for about ten replays for each
-    length. Raises OptionsError where the trace does not know a length.
+    Leaves out sizes at which the plan does not come to an end even with all moves. Waits for about ten replays for each, twice
+    that where stages run again. Raises OptionsError where the trace does not know a length.
     """
-    known = trace.lengths.descending() if trace.lengths is not None else ()
-    wanted = known if lengths is None else sorted({length for length in lengths if trace.at(length) is not trace}, reverse=True)
-    count = len(trace.stages) + len(plan.recompute)
-    inside = [number for number, move in enumerate(plan.moves) if move.before < count]
+    rows: Iterable[list[tuple[int, ...]]] = trace.lengths.descending() if trace.lengths is not None else ()
+    if lengths is not None:
+        known = trace.lengths.highest[1:] if trace.lengths is not None else ()
+        rows = ([(length, *known)] for length in sorted(set(lengths)) if trace.at(length) is not trace)
+    inside = sum(move.before < len(trace.stages) + len(plan.recompute) for move in plan.moves)
     found: list[Shorter] = []
-    for length in wanted:
-        shorter = _shorter(plan, trace.at(length), length, inside)
-        found += [] if shorter is None else [shorter]
-        if lengths is None and shorter is not None and len(shorter.left_out) == len(inside):
-            break  # even shorter inputs cannot do with less
-    return plan.model_copy(update={"shorter": tuple(found)})
+    for row in rows:
+        for sizes in row:
+            shorter = _shorter(plan, trace.at(*sizes), sizes)
+            found += [] if shorter is None else [shorter]
+            if shorter is not None and len(shorter.left_out) == inside and len(shorter.skipped) == len(plan.recompute):
+                break  # even shorter inputs cannot do with less
+    return plan.model_copy(update={"shorter": tuple(sorted(found, key=lambda each: each.sizes, reverse=True))})
 
 
-def _shorter(plan: Plan, trace: Trace, length: int, inside: Iterable[int]) -> Shorter | None:
-    """Return what is followed at a length. trace: at this length. inside: moves that do not go over the iteration's end."""
-    blocks = [trace.blocks[move.block] for move in plan.moves]
+def _shorter(plan: Plan, trace: Trace, sizes: tuple[int, ...]) -> Shorter | None:
+    """Return what is followed at these sizes. trace: at these."""
+    count, blocks = len(trace.stages) + len(plan.recompute), [trace.blocks[move.block] for move in plan.moves]
+    inside = [number for number, move in enumerate(plan.moves) if move.before < count]
     # What is too small to move at this length does not.
-    order = sorted(inside, key=lambda number: (blocks[number].movable, -blocks[number].size_bytes))
-    fewest = sum(not blocks[number].movable for number in order)
-    best = _replayed(plan, trace, order[:fewest])
+    moves = sorted(inside, key=lambda number: (blocks[number].movable, -blocks[number].size_bytes))
+    small = sum(not blocks[number].movable for number in moves)
+
+    def seconds_per_byte(number: int) -> float:
+        group = trace.recompute[plan.recompute[number].group]
+        return group.duration_seconds / max(made_bytes(trace, group), 1)
+
+    reruns = sorted(range(len(plan.recompute)), key=seconds_per_byte, reverse=True)
+
+    def replayed(left_out: Sequence[int], skipped: Sequence[int]) -> Timeline | None:
+        try:
+            return simulate(trace, plan.thinned(left_out, skipped, trace))
+        except TeraioError:  # does not fit
+            return None
+
+    skipped, whole = _most(len(reruns), 0, lambda fewest: replayed(moves[:small], reruns[:fewest]))
+    left_out, best = _most(len(moves), small, lambda fewest: replayed(moves[:fewest], reruns[:skipped]), whole)
     if best is None:
         return None
-    whole, most, tried = best.iteration_seconds * _ROUNDING, len(order), len(order)  # all at once: it often suffices
-    while fewest < most:
-        replayed = _replayed(plan, trace, order[:tried])
-        if replayed is not None and replayed.iteration_seconds <= whole:
-            fewest, best = tried, replayed
+    thinned = plan.thinned((), reruns[:skipped], trace)
+    predicted = prediction(trace, best).model_copy(update={"recompute_seconds": recompute_seconds(trace, thinned.recompute)})
+    return Shorter(
+        sizes=sizes, left_out=tuple(sorted(moves[:left_out])), skipped=tuple(sorted(reruns[:skipped])), predicted=predicted
+    )
+
+
+def _most(
+    most: int, least: int, replayed: Callable[[int], Timeline | None], best: Timeline | None = None
+) -> tuple[int, Timeline | None]:
+    """Return how many can go, at most `most`, so that the replay still ends no later than with `least` gone, and that replay.
+
+    best: the replay with `least` gone, if it is known.
+    """
+    best = best or replayed(least)
+    if best is None:
+        return least, None
+    tried = most  # all at once: it often suffices
+    while least < most:
+        found = replayed(tried)
+        if found is not None and found.iteration_seconds <= best.iteration_seconds * _ROUNDING:
+            least, best = tried, found
         else:
             most = tried - 1
-        tried = (fewest + most + 1) // 2
-    predicted = prediction(trace, best).model_copy(update={"recompute_seconds": recompute_seconds(trace, plan.recompute)})
-    return Shorter(length=length, left_out=tuple(sorted(order[:fewest])), predicted=predicted)
-
-
-def _replayed(plan: Plan, trace: Trace, left_out: list[int]) -> Timeline | None:
-    """Return the replay without these moves; None if that does not fit."""
-    try:
-        return simulate(trace, plan.thinned(left_out, trace))
-    except TeraioError:
-        return None
+        tried = (least + most + 1) // 2
+    return least, best

@@ -8,6 +8,8 @@ stage like any other, of phase "recompute":
 * The group's `reads` are used once more. A block that had died by then lives on until its last re-run. In the meantime it may
   wait in a lower tier like all others, or it is itself made anew by an earlier re-run.
 * A block of the group that nothing uses any more counts as workspace of the re-run.
+* A re-run that is skipped is a stage that takes no time and no workspace. It only reads what it would have made, too, which lives
+  on: so the numbers of stages are those of the plan.
 
 So the iteration with re-runs is again an iteration, and problem, schedule and simulator need no other rules: `recomputed`.
 
@@ -92,7 +94,7 @@ def made_by(trace: Trace, classes: Iterable[Iterable[int]]) -> dict[int, int]:
 
 def recompute_seconds(trace: Trace, chosen: Iterable[Recompute]) -> float:
     """Return the time of all re-runs together."""
-    return sum(trace.recompute[each.group].duration_seconds for each in chosen)
+    return sum(trace.recompute[each.group].duration_seconds for each in chosen if not each.skipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,7 @@ class _Rerun:
     group: RecomputeGroup
     at: int
     stage: int
+    skipped: bool
 
 
 def _reruns_of(trace: Trace, chosen: Iterable[Recompute]) -> tuple[_Rerun, ...]:
@@ -116,7 +119,8 @@ def _reruns_of(trace: Trace, chosen: Iterable[Recompute]) -> tuple[_Rerun, ...]:
         seen.add(each.group)
         _check_place(trace, trace.recompute[each.group], each.at)
     return tuple(
-        _Rerun(group=trace.recompute[each.group], at=each.at, stage=each.at + number) for number, each in enumerate(ordered)
+        _Rerun(group=trace.recompute[each.group], at=each.at, stage=each.at + number, skipped=each.skipped)
+        for number, each in enumerate(ordered)
     )
 
 
@@ -156,6 +160,10 @@ def _derive(trace: Trace, chosen: Iterable[Recompute]) -> tuple[Trace, list[int]
             if number not in used:
                 unused += trace.blocks[number].size_bytes
                 continue
+            if rerun.skipped:
+                reads = sorted({*blocks[number].reads, rerun.stage})
+                blocks[number] = blocks[number].model_copy(update={"reads": tuple(reads)})
+                continue
             blocks[number], anew = _split(blocks[number], rerun.stage, len(blocks))
             blocks.append(anew)
             sources.append(number)
@@ -175,8 +183,8 @@ def _stage(trace: Trace, rerun: _Rerun, unused_bytes: int) -> Stage:
         id=rerun.stage,
         name=f"recompute/{trace.stages[rerun.group.stage].name}",
         phase="recompute",
-        duration_seconds=rerun.group.duration_seconds,
-        workspace_bytes=rerun.group.workspace_bytes + unused_bytes,
+        duration_seconds=0.0 if rerun.skipped else rerun.group.duration_seconds,
+        workspace_bytes=0 if rerun.skipped else rerun.group.workspace_bytes + unused_bytes,
     )
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from math import prod
 from typing import Annotated, Literal, Self
 
 from pydantic import FailFast, model_validator
 
 from planner.errors import PlanError
 from planner.schema.json_file import faults, read_model, write_atomic
-from planner.schema.lengths import Length
+from planner.schema.lengths import Sizes, dominates, told
 from planner.schema.models import Bytes, FrozenModel, GrownModel, Id, Ids, Seconds, check_ids
 from planner.schema.trace import SubgroupBytes, Tier, Trace
 
@@ -95,14 +96,18 @@ class Update(FrozenModel):
     where: Literal["device", "host"]
 
 
-class Recompute(FrozenModel):
+class Recompute(GrownModel):
     """Recompute group `group` of the trace runs again just before stage `at` of the trace, which is a backward stage.
 
     With equal `at`, the groups run in the order of the plan. Each is a stage of its own, and `Move` counts it as one.
+    skipped: the stage is there, and what it reads, but takes no time and makes nothing: its blocks have stayed.
     """
+
+    added_later = ("skipped",)
 
     group: Id
     at: Id
+    skipped: bool = False
 
 
 class Placement(FrozenModel):
@@ -147,13 +152,15 @@ class Predicted(GrownModel):
 
 
 class Shorter(FrozenModel):
-    """The plan for inputs of at most `length`: without the moves `left_out` (numbers in `moves`), for whose blocks there is room.
+    """The plan for inputs that are no larger than `sizes`: without the moves `left_out` and the re-runs `skipped`.
 
-    predicted: at this length; its lower bound is not computed.
+    sizes: as in `Lengths`. left_out, skipped: numbers in `moves` and `recompute`, for whose blocks there is room.
+    predicted: at these sizes; its lower bound is not computed.
     """
 
-    length: Length
+    sizes: Sizes
     left_out: Ids = ()
+    skipped: Ids = ()
     predicted: Predicted
 
 
@@ -184,11 +191,14 @@ class Plan(GrownModel):
 
     @model_validator(mode="after")
     def _shorter_in_order(self) -> Self:
-        lengths = [each.length for each in self.shorter]
-        if lengths != sorted(set(lengths), reverse=True):
-            raise ValueError(f"shorter: lengths must descend without repetition, found {lengths[:20]}")
+        sizes = [each.sizes for each in self.shorter]
+        if sizes != sorted(set(sizes), reverse=True):
+            raise ValueError(f"shorter: sizes must descend without repetition, found {sizes[:20]}")
+        if len({len(each) for each in sizes}) > 1:
+            raise ValueError(f"shorter: some have a size more than others, found {sizes[:20]}")
         for each in self.shorter:
-            check_ids(f"the plan for length {each.length}", each.left_out, len(self.moves), "move")
+            check_ids(f"the plan for {told(each.sizes)}", each.left_out, len(self.moves), "move")
+            check_ids(f"the plan for {told(each.sizes)}", each.skipped, len(self.recompute), "re-run")
         return self
 
     @property
@@ -197,11 +207,19 @@ class Plan(GrownModel):
         assert self.predicted is not None
         return self.predicted
 
-    def thinned(self, left_out: Collection[int], trace: Trace) -> Plan:
-        """Return the plan without these moves, by number, for a trace with other sizes."""
-        kept, without = enumerate(self.moves), frozenset(left_out)
-        moves = tuple(move for number, move in kept if number not in without)
-        return self.model_copy(update={"trace_fingerprint": trace.fingerprint, "moves": moves, "shorter": ()})
+    def shorter_for(self, sizes: Sequence[int]) -> Shorter | None:
+        """Return the smallest plan for inputs of these sizes; None where all of this one is followed."""
+        fitting = [each for each in self.shorter if len(each.sizes) == len(sizes) and dominates(each.sizes, sizes)]
+        return min(fitting, key=lambda each: prod(each.sizes), default=None)
+
+    def thinned(self, left_out: Collection[int], skipped: Collection[int], trace: Trace) -> Plan:
+        """Return the plan without these moves, and with these re-runs skipped, by number, for a trace with other sizes."""
+        moves = tuple(move for number, move in enumerate(self.moves) if number not in left_out)
+        recompute = tuple(
+            each.model_copy(update={"skipped": each.skipped or number in skipped}) for number, each in enumerate(self.recompute)
+        )
+        changed = {"trace_fingerprint": trace.fingerprint, "moves": moves, "recompute": recompute, "shorter": ()}
+        return self.model_copy(update=changed)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

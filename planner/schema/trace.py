@@ -7,13 +7,14 @@ import json
 import os
 from collections.abc import Iterable
 from functools import cached_property
+from math import prod
 from typing import Annotated, Literal, Self
 
 from pydantic import FailFast, Field, ValidationError, model_validator
 
 from planner.errors import OptionsError, TraceError
 from planner.schema.json_file import read_model, write_atomic
-from planner.schema.lengths import Lengths
+from planner.schema.lengths import Lengths, dominates, told
 from planner.schema.models import (
     Bytes,
     FrozenModel,
@@ -263,7 +264,7 @@ class Work(FrozenModel):
         return self.model_copy(update=grown)
 
     def at(self, share: float) -> Self:
-        """Return the work with inputs of this share of the length. Of the operations it is not known: attention makes them grow
+        """Return the work with this share of the inputs. Of the operations it is not known: attention makes them grow
         faster than the length."""
         changed = {name: max(round(value * share), 1) for name in ("tokens", "samples") if (value := getattr(self, name))}
         return self.model_copy(update={**changed, "flops": None, "peak_flops_per_second": None})
@@ -362,29 +363,37 @@ class Trace(GrownModel):
             seen.add(group.stage)
             _check_group(group, self.stages[group.stage], touched[group.stage])
 
-    def at(self, length: int) -> Trace:
-        """Return the same iteration with inputs of another length: its stages, blocks and uses, with the sizes and times there.
+    def at(self, *sizes: int) -> Trace:
+        """Return the same iteration with inputs of other sizes: its stages, blocks and uses, with the bytes and times there.
 
-        Raises OptionsError if the trace does not say how sizes depend on the length, or not for this one.
+        sizes: the length; where the number of inputs varies too, that as well (by default the highest).
+        Raises OptionsError if the trace does not say how it depends on them, or not for these.
         """
         known = self.lengths
         if known is None:
             raise OptionsError(
-                f"trace {printable(self.name)}: found length {length}, but the trace is of one length; capture it with --lengths"
+                f"trace {printable(self.name)}: found length {told(sizes)}, but the trace is of one length; capture it with "
+                "--lengths"
             )
-        if not known.lowest <= length <= known.highest:
+        wanted = (*sizes, *known.highest[len(sizes) :])
+        if not sizes or len(wanted) != len(known.highest):
             raise OptionsError(
-                f"trace {printable(self.name)}: found length {length}, wanted one from {known.lowest} to {known.highest}, for "
-                "which sizes are known; make a trace of a larger range"
+                f"trace {printable(self.name)}: found {len(sizes)} sizes of inputs ({told(sizes)}), wanted {len(known.highest)}: "
+                "the length, and the number of inputs where that varies"
             )
-        return self if length == known.highest else self.resized(length)
+        if not (dominates(known.highest, wanted) and dominates(wanted, known.lowest)):
+            raise OptionsError(
+                f"trace {printable(self.name)}: found length {told(sizes)}, wanted one from {told(known.lowest)} to "
+                f"{told(known.highest)}, for which sizes are known; make a trace of a larger range"
+            )
+        return self if wanted == known.highest else self.resized(wanted)
 
-    def resized(self, length: int) -> Trace:
-        """Return what `at` does, whatever the range, and by the functions of the length also for the highest one."""
-        known = self.lengths or Lengths(lowest=length, highest=length)
-        sizes = {each.id: each.bytes_at(length) for each in known.block_bytes}
-        workspaces = {each.id: each.bytes_at(length) for each in known.workspace_bytes}
-        shares = {each.id: each.at(length) / whole for each in known.stage_seconds if (whole := each.at(known.highest))}
+    def resized(self, wanted: tuple[int, ...]) -> Trace:
+        """Return what `at` does, whatever the range, and by the polynomials also for the highest sizes."""
+        known = self.lengths or Lengths(lowest=wanted, highest=wanted)
+        sizes = {each.id: each.bytes_at(wanted) for each in known.block_bytes}
+        workspaces = {each.id: each.bytes_at(wanted) for each in known.workspace_bytes}
+        shares = {each.id: each.at(wanted) / whole for each in known.stage_seconds if (whole := each.at(known.highest))}
         remade = {block for group in self.recompute for block in group.blocks}
         shrunk: dict[int, int] = {}  # by stage, of what counts as workspace where it runs again
         for stage in self.stages if self.recompute else ():
@@ -414,7 +423,7 @@ class Trace(GrownModel):
                 "stages": tuple(map(of_stage, self.stages)),
                 "blocks": tuple(of_block(block) if block.id in sizes else block for block in self.blocks),
                 "recompute": tuple(map(of_group, self.recompute)),
-                "work": None if self.work is None else self.work.at(length / known.highest),
+                "work": None if self.work is None else self.work.at(prod(wanted) / prod(known.highest)),
                 "lengths": None,
             }
         )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 
 import planner
 from planner.errors import FileFormatError, OptionsError
 from planner.problem import live_bytes
-from planner.schema import Predicted, printable
+from planner.schema import Predicted, printable, told
 from teraio.cli.output import Column, Data, Facts, Table, data_of, format_seconds, iteration_time, rate_columns
 
 _MOST = 64  # lengths that are planned for
@@ -72,25 +73,27 @@ def _in_file(path: Path) -> dict[int, float]:
 def lengths_of_plan(plan: planner.Plan, trace: planner.Trace | None, counts: dict[int, float] | None = None) -> list[Data]:
     """Return what a plan takes at each length, the longest first; empty where it is for one length only.
 
-    `length`: None where it is not known which the longest is. `left_out`: moves. counts: how often each length occurs.
+    `sizes`: None where it is not known which the longest is. `left_out`, `skipped`: moves, re-runs. counts: how often each length
+    occurs.
     """
     if not plan.shorter or plan.predicted is None:
         return []
     longest = None if trace is None or trace.lengths is None else trace.lengths.highest
-    rows = [(longest, plan.predicted, 0)]
-    rows += [(each.length, each.predicted, len(each.left_out)) for each in plan.shorter]
+    rows = [(longest, plan.predicted, 0, 0)]
+    rows += [(each.sizes, each.predicted, len(each.left_out), len(each.skipped)) for each in plan.shorter]
     whole = sum(counts.values()) if counts else 0.0
     return [
         {
-            "length": length,
-            "share": counts.get(length or 0, 0.0) / whole if counts else None,
+            "sizes": sizes,
+            "share": counts.get(sizes[0] if sizes else 0, 0.0) / whole if counts else None,
             "predicted": data_of(predicted),
             "waits_seconds": _waits(predicted),
             "peak_bytes": predicted.peak_bytes.get("device"),
             "left_out": left_out,
-            "work": _work(trace, length),
+            "skipped": skipped,
+            "work": _work(trace, sizes),
         }
-        for length, predicted, left_out in rows
+        for sizes, predicted, left_out, skipped in rows
     ]
 
 
@@ -98,23 +101,24 @@ def _waits(predicted: Predicted) -> float:
     return max(predicted.iteration_seconds - predicted.ideal_seconds - predicted.recompute_seconds, 0.0)
 
 
-def _work(trace: planner.Trace | None, length: int | None) -> Data | None:
-    if trace is None or trace.work is None or trace.lengths is None or length is None:
+def _work(trace: planner.Trace | None, sizes: tuple[int, ...] | None) -> Data | None:
+    if trace is None or trace.work is None or trace.lengths is None or sizes is None:
         return None
-    return data_of(trace.work.at(length / trace.lengths.highest))
+    return data_of(trace.work.at(prod(sizes) / prod(trace.lengths.highest)))
 
 
 def lengths_table(rows: Sequence[Data]) -> Table:
     """Return time, waits and peak against the length."""
     counted = {">of the batches": lambda row: f"{row['share']:.1%}"} if any(row["share"] is not None for row in rows) else {}
     columns: dict[str, Column] = {
-        ">length": lambda row: "the longest" if row["length"] is None else f"{row['length']:,}",
+        ">length": lambda row: "the longest" if row["sizes"] is None else told(row["sizes"]),
         **counted,
         ">iteration": "predicted.iteration_seconds",
         ">without waiting": "predicted.ideal_seconds",
         ">waits": "waits_seconds",
         ">peak of device": "peak_bytes",
         ">moves left out": "left_out",
+        **({">re-runs skipped": "skipped"} if any(row["skipped"] for row in rows) else {}),
         **rate_columns(rows[0]["work"] if rows else None),
     }
     return Table(title="by the length of inputs", columns=columns, rows=rows)
@@ -136,8 +140,8 @@ def lengths_of_trace(trace: planner.Trace) -> list[Data]:
     lengths = trace.lengths
     if lengths is None:
         return []
-    step = (lengths.highest - lengths.lowest) / (_SHOWN - 1)
-    shown = {round(lengths.highest - step * number) for number in range(_SHOWN)}
+    longest, shortest = lengths.highest[0], lengths.lowest[0]
+    shown = {round(longest - (longest - shortest) * number / (_SHOWN - 1)) for number in range(_SHOWN)}
     found = [(length, trace.at(length)) for length in sorted(shown, reverse=True)]
     return [
         {

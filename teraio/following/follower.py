@@ -125,7 +125,6 @@ class PlanFollower:
     def _enforce(self, now: _InForce) -> None:
         self._now = now
         self._cursor.thinned = now.thinned
-        self._made_bytes = now.profile.made_bytes
         self._observations.clear()
         self._seconds.clear()
         self._recorder.sampled = False
@@ -134,14 +133,7 @@ class PlanFollower:
 
     def covers(self, iteration: Iteration) -> bool:
         """Whether it is known what to follow for inputs as short as those of an iteration, or nothing can be done about it."""
-        lengths = self._now.profile.trace.lengths
-        found = [self._now.thinned.length_of(region.identity) for region in iteration.regions]
-        shortest = min((length for length in found if length is not None), default=None)
-        if lengths is None:  # inputs did not vary before
-            small = iteration.sizes_vary and iteration.made_bytes < _CLEARLY_SHORTER * self._made_bytes
-        else:
-            small = shortest is not None and shortest < _CLEARLY_SHORTER * lengths.lowest
-        return not small or not self._adaptive or self._background.busy
+        return not self._adaptive or self._background.busy or self._now.thinned.covers(iteration, _CLEARLY_SHORTER)
 
     def cover(self, lengths: Lengths) -> None:
         """Plan in the background with what is known of shorter inputs by now."""
@@ -196,8 +188,8 @@ class PlanFollower:
             self._unsettled = iteration.number + 1  # the next one begins in another state than the plan's
         elif iteration.woken:  # it began without what the plan has on the device, and ended as the plan says
             self._unsettled = max(self._unsettled, iteration.number)
-        other_sizes = iteration.sizes_vary and iteration.made_bytes != self._made_bytes
-        if iteration.number <= self._unsettled or other_sizes:  # blocks were not where the plan has them, or were others
+        # Blocks were not where the plan has them, or were others.
+        if iteration.number <= self._unsettled or not self._now.thinned.is_whole(iteration):
             return False
         self._seconds.append(iteration.seconds)
         if iteration.timed:

@@ -19,7 +19,8 @@ class RerunsByStage:
     numbers: the number in the plan of each stage of the trace. count: number of stages with re-runs.
     stages: those stages of the trace that run again.
     made: for each re-run, by its number in the plan, the blocks (trace ids) that it makes anew.
-    dropped_after: the blocks (trace ids) that are dropped after a stage, by its number in the plan.
+    dropped_after: the blocks (trace ids) that are dropped after a stage, by its number in the plan. What is not dropped, as of
+    re-runs that are skipped, is not made anew.
     """
 
     numbers: Sequence[int]
@@ -38,14 +39,14 @@ class RerunsByStage:
         """Lay out the re-runs of a plan. Raises PlanError where a group cannot run again in its place."""
         if not chosen:
             return cls.none(len(trace.stages))
-        derived = planner.recomputed(trace, chosen)
+        derived = planner.recomputed(trace, [each.model_copy(update={"skipped": False}) for each in chosen])
         made: dict[int, tuple[int, ...]] = {}
         drops: list[tuple[int, int]] = []
         for number, each in enumerate(sorted(chosen, key=lambda each: each.at)):
             again = each.at + number
             group = trace.recompute[each.group]
             made[again] = tuple(i for i in group.blocks if trace.blocks[i].uses[-1] >= each.at)
-            drops += [(derived.blocks[i].uses[-1], i) for i in made[again]]
+            drops += [(derived.blocks[i].uses[-1], i) for i in made[again] if not each.skipped]
         after = {stage: tuple(i for _, i in each) for stage, each in groupby(sorted(drops), key=lambda drop: drop[0])}
         return cls(
             numbers=tuple(stage.id for stage in derived.stages if stage.phase != "recompute"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import planner
+from planner.schema import dominates
 from runtime.execution import SizedGraph
 from teraio.following.schedule import StageSchedule
-from teraio.profiling import Profile, first_sized
+from teraio.profiling import Iteration, Profile, first_sized
 
 
 class ThinnedPlans:
@@ -17,27 +18,43 @@ class ThinnedPlans:
         self._profile = profile
         self._plan = plan
         self._graph = first_sized(profile.iteration)
-        self._schedules: dict[int, StageSchedule] = {}  # by length
-        self._longest = 0
+        self._schedules: dict[tuple[int, ...], StageSchedule] = {}  # by sizes
+        self._largest: tuple[int, ...] = ()
 
-    def length_of(self, graph: Hashable) -> int | None:
-        """Return the length of the inputs of a graph, if it is the one by which lengths are told."""
+    def sizes_of(self, graph: Hashable) -> tuple[int, ...] | None:
+        """Return the sizes of the inputs of a graph, as in `Lengths`, if it is the one by which they are told."""
         lengths = self._profile.trace.lengths
         if lengths is None or self._graph is None or not isinstance(graph, SizedGraph) or graph.graph != self._graph.graph:
             return None
-        return graph.sizes[lengths.place] if lengths.place < len(graph.sizes) else None
+        return tuple(graph.sizes[place] for place in lengths.places) if max(lengths.places) < len(graph.sizes) else None
+
+    def covers(self, iteration: Iteration, share: float) -> bool:
+        """Return whether none of its inputs is smaller than that share of those for which something is known."""
+        lengths = self._profile.trace.lengths
+        if lengths is None:  # inputs did not vary before
+            return not iteration.sizes_vary or iteration.made_bytes >= share * self._profile.made_bytes
+        least = [share * size for size in lengths.lowest]
+        found = (self.sizes_of(region.identity) for region in iteration.regions)
+        return all(sizes is None or dominates(sizes, least) for sizes in found)
+
+    def is_whole(self, iteration: Iteration) -> bool:
+        """Return whether all inputs of an iteration, which ran the graphs of the plan, are of the sizes that the plan is for."""
+        lengths = self._profile.trace.lengths
+        if lengths is None:
+            return iteration.signature == self._profile.iteration.signature
+        return {self.sizes_of(region.identity) for region in iteration.regions} <= {None, lengths.highest}
 
     def schedule_for(self, graph: Hashable, *, begins: bool) -> StageSchedule | None:
-        """Return what moves from a run of this graph on, by the longest inputs of the iteration so far; None: all of the plan.
+        """Return what moves from a run of this graph on, by the largest inputs of the iteration so far; None: all of the plan.
 
         begins: the iteration begins with this run.
         """
-        self._longest = max(self.length_of(graph) or 0, 0 if begins else self._longest)
-        fitting = [each for each in self._plan.shorter if each.length >= self._longest] if self._longest else []
-        if not fitting:
+        before, sizes = () if begins else self._largest, self.sizes_of(graph) or ()
+        self._largest = tuple(map(max, before, sizes)) if before and sizes else before or sizes
+        found = self._plan.shorter_for(self._largest) if self._largest else None
+        if found is None:
             return None
-        shortest = fitting[-1]
-        if shortest.length not in self._schedules:
-            thinned = self._plan.thinned(shortest.left_out, self._profile.trace)
-            self._schedules[shortest.length] = StageSchedule.of(self._profile, thinned)
-        return self._schedules[shortest.length]
+        if found.sizes not in self._schedules:
+            thinned = self._plan.thinned(found.left_out, found.skipped, self._profile.trace)
+            self._schedules[found.sizes] = StageSchedule.of(self._profile, thinned)
+        return self._schedules[found.sizes]

@@ -1,8 +1,9 @@
 """How sizes and times of an iteration depend on the length of its inputs, from profiles at several lengths.
 
-Sizes are polynomials of the length up to its square, and exact where one goes through all profiles. Times are fitted, stage by
-stage, by a constant, a part that grows with the length (what is done for each token) and one that grows with its square
-(attention); none of them is negative.
+Where their number varies too, as in the last batch of a data set, it counts as well: see `planner.schema.terms`. Sizes are sums
+of at most three of these terms, and exact where one goes through all profiles. Times are fitted, stage by stage, by what is
+constant, what grows with the inputs (what is done for each token) and what grows with the square of the length (attention); none
+of it is negative.
 """
 
 from __future__ import annotations
@@ -10,61 +11,74 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from itertools import chain, combinations
+from itertools import chain, combinations, permutations
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
 
 import planner
-from planner.schema import Lengths, Polynomial
+from planner.schema import Lengths, Polynomial, terms
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import SizedGraph
 from teraio.profiling.iteration import Iteration
 from teraio.profiling.profiler import Profile
 
-_Points = Sequence[tuple[int, float]]  # lengths, and what was found there
-_POWERS = (0, 1, 2)
-_TICKS = 10**12  # a second in whole numbers, so that sums are exact
+Sizes = tuple[int, ...]  # the length, and the number of inputs where that varies
+_Numbers = npt.NDArray[np.float64]
+_MOST_TERMS = 3  # of a polynomial: with more, few profiles tell little
+_LARGEST_DENOMINATOR = 10**6  # of what is exact
+_SAME = 0.25  # of a byte
 
 
 def with_lengths(samples: Sequence[Profile], told: Sequence[int] = ()) -> Profile:
     """Return the last profile, the one with the largest inputs, with a trace that says what the others tell of shorter inputs.
 
-    In the trace all inputs are of the greatest length, also where each microbatch of an iteration has one of its own. It stays as
-    it is where profiles do not tell enough: where a single length is known, where the sizes of a graph vary in more than one
-    way, or where shorter inputs use other blocks. told: the lengths of all inputs in each profile, where they are known.
+    In the trace all inputs are of the greatest sizes, also where each microbatch of an iteration has some of its own. It stays as
+    it is where profiles do not tell enough: where a single length is known, where more sizes of a graph vary than length and
+    number, or where shorter inputs use other blocks. told: the lengths of all inputs in each profile, where they are known.
     """
     last, shape = samples[-1], _shape(samples[-1].trace)
     places = _places([sample.iteration for sample in samples])
 
-    def lengths_in(number: int) -> list[int | None]:
-        lengths = _lengths_of(samples[number].iteration, places)
-        return [length and told[number] for length in lengths] if told else lengths
+    def sizes_in(number: int) -> list[Sizes | None]:
+        sizes = _sizes_of(samples[number].iteration, places)
+        return [each and (told[number],) for each in sizes] if told else sizes
 
-    found = [(each.trace, lengths_in(number)) for number, each in enumerate(samples) if _shape(each.trace) == shape]
-    known = {length for _, lengths in found for length in lengths if length is not None}
+    found = [(each.trace, sizes_in(number)) for number, each in enumerate(samples) if _shape(each.trace) == shape]
+    known = {sizes for _, by_stage in found for sizes in by_stage if sizes is not None}
     first = first_sized(last.iteration)
     if first is None or first.graph not in places or len(known) < 2:
         return replace(last, samples=tuple(samples))
 
     def fitted(
-        stages: Sequence[int], value: Callable[[planner.Trace, int], float], fit: Callable[[_Points], list[float]]
+        stages: Sequence[int], value: Callable[[planner.Trace, int], float], *, exact: bool = False
     ) -> tuple[Polynomial, ...]:
-        polynomials = []
+        """stages: for each quantity the one whose sizes it depends on."""
+        alike: dict[tuple[Sizes | None, ...], list[int]] = {}  # quantities, by the sizes in each profile
         for number, stage in enumerate(stages):
-            points = [(length, value(trace, number)) for trace, lengths in found if (length := lengths[stage]) is not None]
-            if len({length for length, _ in points}) > 1 and len({value for _, value in points}) > 1:
-                polynomials.append(Polynomial(id=number, coefficients=tuple(fit(points))))
-        return tuple(polynomials)
+            alike.setdefault(tuple(by_stage[stage] for _, by_stage in found), []).append(number)
+        polynomials = []
+        for row, numbers in alike.items():
+            points = [sizes for sizes in row if sizes is not None]
+            traces = [trace for (trace, _), sizes in zip(found, row, strict=True) if sizes is not None]
+            values = [[value(trace, number) for trace in traces] for number in numbers]
+            vary = [number for number, each in enumerate(values) if len(set(points)) > 1 and len(set(each)) > 1]
+            for number, factors in zip(vary, _fitted(points, [values[number] for number in vary], exact=exact), strict=True):
+                polynomials.append(Polynomial(id=numbers[number], coefficients=factors))
+        return tuple(sorted(polynomials, key=lambda each: each.id))
 
-    trace, stages = last.trace, range(len(last.trace.stages))
+    trace, stages, highest = last.trace, range(len(last.trace.stages)), max(known, key=lambda sizes: (prod(sizes), sizes))
     lengths = Lengths(
-        lowest=min(known),
-        highest=max(known),
-        place=places[first.graph],
+        lowest=tuple(min(*each, most) for *each, most in zip(*known, highest, strict=True)),
+        highest=highest,
+        places=places[first.graph],
         movable_bytes=MIN_MOVED_BYTES,
-        block_bytes=fitted([block.uses[0] for block in trace.blocks], lambda t, i: t.blocks[i].size_bytes, _exact),
-        workspace_bytes=fitted(stages, lambda t, i: t.stages[i].workspace_bytes, _exact),
-        stage_seconds=fitted(stages, lambda t, i: t.stages[i].duration_seconds, _non_negative),
+        block_bytes=fitted([block.uses[0] for block in trace.blocks], lambda t, i: t.blocks[i].size_bytes, exact=True),
+        workspace_bytes=fitted(stages, lambda t, i: t.stages[i].workspace_bytes, exact=True),
+        stage_seconds=fitted(stages, lambda t, i: t.stages[i].duration_seconds),
     )
-    trace = _raised(trace.model_copy(update={"lengths": lengths}), lengths_in(-1))
+    trace = _raised(trace.model_copy(update={"lengths": lengths}), sizes_in(-1))
     return replace(last, trace=trace, samples=tuple(samples))
 
 
@@ -77,43 +91,52 @@ def _sized(iteration: Iteration) -> Iterator[SizedGraph]:
     return (region.identity for region in iteration.regions if isinstance(region.identity, SizedGraph))
 
 
-def _places(iterations: Sequence[Iteration]) -> dict[Hashable, int]:
-    """Return for each graph which of its sizes is the length: one that varies, and says what all others are, such as strides.
+def _places(iterations: Sequence[Iteration]) -> dict[Hashable, tuple[int, ...]]:
+    """Return for each graph where among its sizes the length is and, if a second one varies by itself, the number of inputs.
 
-    Empty where none does, as where the batch varies beside the length, and where the lengths of graphs differ.
+    These say what all others are, such as strides. Empty where no two do, and where those of graphs differ. The length is the one
+    with more values.
     """
-    sizes: dict[Hashable, set[tuple[int, ...]]] = {}
+    sizes: dict[Hashable, set[Sizes]] = {}
     for each in chain.from_iterable(map(_sized, iterations)):
         sizes.setdefault(each.graph, set()).add(each.sizes)
-    places: dict[Hashable, int] = {}
-    lengths: set[int] = set()
+    places: dict[Hashable, tuple[int, ...]] = {}
+    known: set[Sizes] = set()
     for graph, found in sizes.items():
         if len(found) < 2:
             continue
-        columns = list(zip(*found, strict=True))
-        wanted = [each for each in columns if not lengths or set(each) == lengths]
-        length = next((each for each in wanted if all(_is_line(each, other) for other in columns)), None)
-        if length is None:
+        columns = np.array(sorted(found), dtype=float).T
+        choices = chain.from_iterable(permutations(range(len(columns)), count) for count in (1, 2))
+        chosen = next((each for each in choices if _say_all(columns, each, found, known)), None)
+        if chosen is None:
             return {}
-        places[graph], lengths = columns.index(length), set(length)
+        places[graph], known = chosen, _at(found, chosen)
     return places
 
 
-def _is_line(lengths: Sequence[int], values: Sequence[int]) -> bool:
-    """Return whether values lie on a line over the lengths, as what is constant does; False where lengths are not different."""
-    along, up = lengths[1] - lengths[0], values[1] - values[0]
-    lies = ((value - values[0]) * along == (length - lengths[0]) * up for length, value in zip(lengths, values, strict=True))
-    return len(set(lengths)) == len(lengths) and all(lies)
+def _at(found: set[Sizes], places: tuple[int, ...]) -> set[Sizes]:
+    return {tuple(sizes[place] for place in places) for sizes in found}
 
 
-def _lengths_of(iteration: Iteration, places: Mapping[Hashable, int]) -> list[int | None]:
-    """Return for each stage the length of what its region takes; None where nothing that varies."""
-    found: list[int | None] = []
+def _say_all(columns: _Numbers, places: tuple[int, ...], found: set[Sizes], known: set[Sizes]) -> bool:
+    """Return whether the sizes in these places say what all others are. known: what they are to be, if anything is known."""
+    here = _at(found, places)
+    values = [len({sizes[number] for sizes in here}) for number in range(len(places))]
+    if len(here) < len(found) or min(values) < 2 or values != sorted(values, reverse=True) or (known and here != known):
+        return False
+    lines = np.vstack([np.ones(len(found)), columns[list(places)]]).T
+    factors = np.linalg.lstsq(lines, columns.T)[0]
+    return bool(np.abs(lines @ factors - columns.T).max() < _SAME)
+
+
+def _sizes_of(iteration: Iteration, places: Mapping[Hashable, tuple[int, ...]]) -> list[Sizes | None]:
+    """Return for each stage the sizes of what its region takes; None where nothing that varies."""
+    found: list[Sizes | None] = []
     for region in iteration.regions:
         sized = region.identity if isinstance(region.identity, SizedGraph) and region.identity.graph in places else None
-        length = None if sized is None else sized.sizes[places[sized.graph]]
+        sizes = None if sized is None else tuple(sized.sizes[place] for place in places[sized.graph])
         # Updates within a backward pass do not depend on it.
-        found += [None if stage.phase == "optimizer" else length for stage in region.stages]
+        found += [None if stage.phase == "optimizer" else sizes for stage in region.stages]
     return found
 
 
@@ -122,8 +145,8 @@ def _shape(trace: planner.Trace) -> object:
     return [stage.name for stage in trace.stages], [(block.name, block.uses) for block in trace.blocks]
 
 
-def _raised(trace: planner.Trace, recorded: Sequence[int | None]) -> planner.Trace:
-    """Return a trace that knows lengths with all inputs of the greatest. recorded: the lengths that its stages had."""
+def _raised(trace: planner.Trace, recorded: Sequence[Sizes | None]) -> planner.Trace:
+    """Return a trace that knows lengths with all inputs of the greatest sizes. recorded: those that its stages had."""
     lengths, stages = trace.lengths, list(trace.stages)
     if lengths is None or {*recorded} <= {None, lengths.highest}:
         return trace
@@ -135,50 +158,30 @@ def _raised(trace: planner.Trace, recorded: Sequence[int | None]) -> planner.Tra
     return raised.model_copy(update={"lengths": lengths, "work": trace.work})
 
 
-# -- polynomials
+def _fitted(points: Sequence[Sizes], values: Sequence[Sequence[float]], *, exact: bool) -> list[tuple[float, ...]]:
+    """Return for each quantity the coefficients of its polynomial, from its values at all points.
 
-
-def _exact(points: _Points) -> list[float]:
-    """Return the coefficients of the polynomial through all points; if there is none, of one that lies below none of them."""
-    sizes = [(length, Fraction(size)) for length, size in points]
-    found, missed = [Fraction(0)], [Fraction(0)]
-    for count in _POWERS[2:] + (len(_POWERS),):
-        if count <= len({length for length, _ in points}):
-            found = _least_squares(sizes, _POWERS[:count])
-            missed = [size - _value(found, _POWERS, length) for length, size in sizes]
-        if not any(missed):
-            break
-    return [float(found[0] + max(missed)), *map(float, found[1:])]
-
-
-def _non_negative(points: _Points) -> list[float]:
-    """Return the coefficients, none of them negative, of the polynomial with the smallest sum of squared errors."""
-    times = [(length, Fraction(round(seconds * _TICKS), _TICKS)) for length, seconds in points]
-    best, least = [0.0] * len(_POWERS), None
-    for powers in chain.from_iterable(combinations(_POWERS, count) for count in range(1, len(_POWERS) + 1)):
-        if len(powers) > len({length for length, _ in points}):
-            break
-        found = _least_squares(times, powers)
-        error = sum((seconds - _value(found, powers, length)) ** 2 for length, seconds in times)
-        if min(found) >= 0 and (least is None or error < least):
-            least = error
-            best = [float(found[powers.index(power)]) if power in powers else 0.0 for power in _POWERS]
-    return best
-
-
-def _value(coefficients: Sequence[Fraction], powers: Sequence[int], length: int) -> Fraction:
-    return sum((c * length**power for c, power in zip(coefficients, powers, strict=False)), start=Fraction(0))
-
-
-def _least_squares(points: Sequence[tuple[int, Fraction]], powers: Sequence[int]) -> list[Fraction]:
-    """Return the coefficients of these powers with the smallest sum of squared errors. Needs as many different lengths."""
-    rows = [
-        [*(Fraction(sum(x ** (p + q) for x, _ in points)) for q in powers), sum((y * x**p for x, y in points), start=Fraction(0))]
-        for p in powers
-    ]
-    for column, above in enumerate(rows):  # no pivot is 0: the matrix is positive definite
-        for number, row in enumerate(rows):
-            if row is not above:
-                share = row[column] / above[column]
-                rows[number] = [value - share * other for value, other in zip(row, above, strict=True)]
-    return [row[-1] / row[number] for number, row in enumerate(rows)]
+    They are those, none of them negative, with the smallest sum of squared errors. exact: of the polynomial with the fewest terms
+    that goes through all points; if none does, of one that lies below none of them.
+    """
+    at, wanted = np.array([terms(sizes) for sizes in points]), np.array(values, dtype=float).T
+    if not len(values):
+        return []
+    scale = at.max(axis=0)
+    found, least = np.zeros((at.shape[1], len(values))), np.full(len(values), np.inf)
+    most = min(_MOST_TERMS, len(set(points)))
+    for chosen in chain.from_iterable(combinations(range(at.shape[1]), count) for count in range(1, most + 1)):
+        some = list(chosen)
+        factors, _, rank, _ = np.linalg.lstsq(at[:, some] / scale[some], wanted)
+        missed = at[:, some] / scale[some] @ factors - wanted
+        error = (missed**2).sum(axis=0)
+        hit = np.abs(missed).max(axis=0) < _SAME if exact else np.zeros(len(values), dtype=bool)
+        error[hit] = 0.0
+        better = (rank == len(some)) & (hit | (factors >= 0).all(axis=0)) & (error < least)
+        least[better] = error[better]
+        found[:, better] = 0.0
+        found[np.ix_(some, better)] = factors[:, better] / scale[some, None]
+    if exact:
+        found = np.vectorize(lambda factor: float(Fraction(factor).limit_denominator(_LARGEST_DENOMINATOR)))(found)
+        found[0] += np.maximum((wanted - at @ found).max(axis=0), 0.0) * (least > 0)
+    return [tuple(map(float, factors)) for factors in found.T]

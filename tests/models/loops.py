@@ -255,6 +255,15 @@ LOOPS = {
     "a step with a closure": llama(step_by_closure),
     "`torch.compile(optimizer.step)` with a closure": llama(compiled_step),
     "sentences of changing length": llama(make_batches=of_changing_length, steps=6),
+    **{
+        f"{name}, one plan for all lengths": llama(
+            make_batches=batches, steps=14, planned=True, compile_options={"dynamic": True}
+        )
+        for name, batches in (
+            ("`DataCollatorWithPadding`, grouped by length", text.grouped),
+            ("`DataCollatorWithFlattening`", text.flattened),
+        )
+    },
     "fused AdamW": llama(make_optimizer=fused, **PLANNED),
     "AdamW with states of 8 bits": llama(make_optimizer=eight_bits, package="torchao", **PLANNED),
     "LBFGS": llama(step_by_closure, make_optimizer=lbfgs),

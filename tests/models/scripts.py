@@ -90,8 +90,11 @@ def lightning_fit(options: Options, folder: Path) -> Result:
     return watch.result(module)
 
 
-def sft(strategy: str) -> Callable[[Options, Path], Result]:
-    """TRL's supervised fine-tuning on texts of different length, packed by that strategy."""
+def sft(strategy: str | None) -> Callable[[Options, Path], Result]:
+    """TRL's supervised fine-tuning on texts of different length, packed by that strategy.
+
+    None: each batch is padded to its longest text, those of like length come together, and one graph has symbolic sizes.
+    """
 
     def run(options: Options, folder: Path) -> Result:
         from datasets import Dataset
@@ -107,7 +110,7 @@ def sft(strategy: str) -> Callable[[Options, Path], Result]:
 
         set_seed(1)
         model = text.llama()
-        teraio.compile(model, **options)
+        teraio.compile(model, dynamic=None if strategy else True, **options)
         words = Tokenizer(models.WordLevel({"<end>": 0}, unk_token="<end>"))
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
         draw = np.random.default_rng(1)
@@ -116,9 +119,8 @@ def sft(strategy: str) -> Callable[[Options, Path], Result]:
             output_dir=str(folder / "out"),
             per_device_train_batch_size=16,
             max_length=64,
-            packing=True,
-            packing_strategy=strategy,
-            max_steps=8,
+            max_steps=8 if strategy else 14,
+            **({"packing": True, "packing_strategy": strategy} if strategy else {"train_sampling_strategy": "group_by_length"}),
             logging_steps=1,
             report_to="none",
             use_cpu=True,
@@ -168,6 +170,7 @@ def _train_nano_gpt(environment: Mapping[str, str], arguments: list[str]) -> Res
 
 SCRIPTS = {
     "Lightning's automatic loop": Loop(case=Script(run=lightning_fit, planned=True), package="lightning"),
+    "`SFTTrainer`, padded and grouped by length": Loop(case=Script(run=sft(None), planned=True), package="trl"),
     "`SFTTrainer`, packed": Loop(case=Script(run=sft("bfd")), package="trl"),
     "`SFTTrainer`, packed and cut (`wrapped`)": Loop(case=Script(run=sft("wrapped"), planned=True), package="trl"),
     **{

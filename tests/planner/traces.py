@@ -142,7 +142,7 @@ def varying(traced: Trace, **more: Any) -> Trace:
     """Activations and times are in proportion to the length, 10 at most."""
     sizes = [{"id": each.id, "coefficients": [0, each.size_bytes / 10]} for each in traced.blocks if each.kind == "activation"]
     times = [{"id": stage.id, "coefficients": [0, 1]} for stage in traced.stages]
-    lengths = {"lowest": 1, "highest": 10, "block_bytes": sizes, "stage_seconds": times, **more}
+    lengths = {"lowest": (1,), "highest": (10,), "block_bytes": sizes, "stage_seconds": times, **more}
     return traced.rebuilt(lengths=lengths)
 
 

@@ -8,11 +8,23 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from planner import Budgets, OptionsError, Plan, PlanError, TeraioError, Trace, TraceError, plan, simulate, with_shorter
+from planner import (
+    Budgets,
+    OptionsError,
+    Plan,
+    PlanError,
+    TeraioError,
+    Trace,
+    TraceError,
+    plan,
+    recomputed,
+    simulate,
+    with_shorter,
+)
 from planner.schema import Work
 
 from ..strategies import problems
-from ..traces import block, group, hand, staged, trace, varying
+from ..traces import block, group, hand, layers, staged, trace, varying
 
 
 def test_a_trace_at_another_length() -> None:
@@ -36,6 +48,8 @@ def test_a_trace_at_another_length() -> None:
     for length in (0, 11):
         with pytest.raises(OptionsError, match=f"found length {length}, wanted one from 1 to 10"):
             whole.at(length)
+    with pytest.raises(OptionsError, match=r"found 2 sizes of inputs \(5 x 2\), wanted 1"):
+        whole.at(5, 2)
     with pytest.raises(OptionsError, match="the trace is of one length"):
         half.at(5)
 
@@ -44,7 +58,8 @@ def test_damaged_lengths_are_refused(tmp_path: Path) -> None:
     content = json.loads(varying(hand("chain")).text())
     for change, message in [
         ({"block_bytes": [{"id": 3, "coefficients": [1]}]}, "lengths.block_bytes refers to id 3; there are 3"),
-        ({"lowest": 11}, "the highest must not be below the lowest"),
+        ({"lowest": [1, 1]}, "must be as many"),
+        ({"lowest": [11]}, "the highest must not be below the lowest"),
         ({"stage_seconds": [{"id": 0, "coefficients": []}]}, "coefficients"),
     ]:
         path = tmp_path / "trace.json"
@@ -57,14 +72,14 @@ def test_what_has_room_stays_and_the_plan_is_one_file(tmp_path: Path) -> None:
     whole = varying(hand("chain"))
     budgets = Budgets(device_bytes=20)
     made = with_shorter(plan(whole, budgets), whole, [10, 7, 5])
-    assert [each.length for each in made.shorter] == [7, 5], "the plan itself is for the longest"
+    assert [each.sizes for each in made.shorter] == [(7,), (5,)], "the plan itself is for the longest"
     at_five = made.shorter[1]
     assert len(at_five.left_out) == len(made.moves) and at_five.predicted.iteration_seconds == whole.at(5).ideal_seconds == 3.0
     made.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == made
     content = json.loads(made.text())
     for change, message in (([5, 7], "descend"), ([5, 5], "descend")):
-        content["shorter"] = [{**content["shorter"][0], "length": length} for length in change]
+        content["shorter"] = [{**content["shorter"][0], "sizes": [length]} for length in change]
         (tmp_path / "plan.json").write_text(json.dumps(content))
         with pytest.raises(PlanError, match=message):
             Plan.load(tmp_path / "plan.json")
@@ -74,7 +89,31 @@ def test_what_has_room_stays_and_the_plan_is_one_file(tmp_path: Path) -> None:
         Plan.load(tmp_path / "plan.json")
     assert "shorter" not in plan(hand("chain"), budgets).text()
     by_itself = with_shorter(made, whole).shorter
-    assert by_itself[0].length == 8 and len(by_itself[-1].left_out) == len(made.moves), "down to where all has room"
+    assert by_itself[0].sizes == (8,) and len(by_itself[-1].left_out) == len(made.moves), "down to where all has room"
+
+
+def test_stages_run_again_only_where_there_is_no_room() -> None:
+    """What is not dropped stays, and the numbers of stages stay those of the plan."""
+    whole = varying(layers(rate=1.0))
+    made = with_shorter(plan(whole, Budgets(device_bytes=34)), whole, [9, 5])
+    assert len(made.recompute) == 1 and not made.moves
+    nine, five = made.shorter
+    assert nine.skipped == () and nine.predicted.recompute_seconds == pytest.approx(0.9)
+    assert five.skipped == (0,) and five.predicted.recompute_seconds == 0.0
+    assert five.predicted.iteration_seconds == pytest.approx(whole.at(5).ideal_seconds)
+    skipped = made.thinned((), five.skipped, whole.at(5))
+    assert [stage.phase for stage in recomputed(whole.at(5), skipped.recompute).stages].count("recompute") == 1
+    assert Plan.model_validate_json(made.text()) == made
+
+
+def test_the_smallest_plan_that_fits_inputs_in_length_and_number() -> None:
+    whole = varying(hand("chain"), lowest=(1, 2), highest=(10, 4), places=(0, 1))
+    made = with_shorter(plan(whole, Budgets(device_bytes=20)), whole)
+    sizes = [each.sizes for each in made.shorter]
+    assert (10, 2) in sizes and (10, 4) not in sizes and all(number in (2, 4) for _, number in sizes)
+    assert (found := made.shorter_for((9, 2))) is not None and found.sizes == (10, 2)
+    assert (found := made.shorter_for((1, 3))) is not None and found.sizes[1] == 4
+    assert made.shorter_for((10, 3)) is None and made.shorter_for((5,)) is None
 
 
 @given(problems())
@@ -85,13 +124,14 @@ def test_a_thinned_plan_is_never_slower_and_leaves_the_border_as_it_is(problem: 
     except TeraioError:
         return
     for shorter in with_shorter(made, whole, (9, 6, 3)).shorter:
-        short = whole.at(shorter.length)
-        replayed = simulate(short, made.thinned(shorter.left_out, short))
+        short = whole.at(*shorter.sizes)
+        replayed = simulate(short, made.thinned(shorter.left_out, shorter.skipped, short))
         assert replayed.iteration_seconds == shorter.predicted.iteration_seconds
         all_of_them = [n for n, move in enumerate(made.moves) if not short.blocks[move.block].movable]
         try:
-            most = simulate(short, made.thinned(all_of_them, short)).iteration_seconds
+            most = simulate(short, made.thinned(all_of_them, (), short)).iteration_seconds
         except TeraioError:
             continue
         assert replayed.iteration_seconds <= most * (1 + 1e-9)
-        assert all(made.moves[number].before < len(whole.stages) for number in shorter.left_out)
+        count = len(whole.stages) + len(made.recompute)
+        assert all(made.moves[number].before < count for number in shorter.left_out)

@@ -216,7 +216,7 @@ LATER: dict[str, tuple[tuple[str | int, ...], object, bool]] = {
     "dies_after": (("blocks", 2), 4, True),
     "path": (("hardware", "links", 0), "posix", True),
     "subgroup_bytes": ((), 1000, False),
-    "lengths": ((), {"lowest": 1, "highest": 10, "block_bytes": [{"id": 0, "coefficients": [0, 1]}]}, False),
+    "lengths": ((), {"lowest": [1], "highest": [10], "block_bytes": [{"id": 0, "coefficients": [0, 1]}]}, False),
     "not_recomputed": ((), [{"stage": 0, "reason": "draws random numbers"}], False),
 }
 """Fields that came after the first files: their places in the hand-made chain, values, and whether plans depend on them."""

@@ -8,7 +8,7 @@ import pytest
 
 from planner import Plan, Trace
 
-from ...planner.traces import hand, varying
+from ...planner.traces import hand, layers, varying
 from ..conftest import RunCommand
 from ..traces import CHAIN_FILE
 from .facts import fact, has_line
@@ -30,14 +30,14 @@ def test_a_plan_at_each_length(run: RunCommand, trace_file: Path, tmp_path: Path
     assert has_line(told, r" +5 +50.0% +3.00 s +3.00 s +0 s +15 B +1")
     replayed = run("simulate", trace_file, plan_file, "--length", "5").out
     assert fact(replayed, "iteration") == "3.00 s" and fact(replayed, "peak of device") == "15 B"
-    assert [row["length"] for row in run("simulate", trace_file, plan_file, "--json").json["lengths"]] == [10, 7, 5]
+    assert [row["sizes"] for row in run("simulate", trace_file, plan_file, "--json").json["lengths"]] == [[10], [7], [5]]
     assert has_line(run("inspect", plan_file).out, r"the longest +6.00 s.*"), "without the trace that is not known"
     assert has_line(run("inspect", trace_file).out, r" +1 +600 ms +3 B +1 B")
     page = tmp_path / "page.html"
     run("report", plan_file, "--trace", trace_file, "-o", page, "--points", "0", "--no-compare")
     assert "Time against length" in page.read_text()
     run("plan", trace_file, "--device", "20", "-o", plan_file)
-    assert Plan.load(plan_file).shorter[0].length == 8, "lengths that cover the trace"
+    assert Plan.load(plan_file).shorter[0].sizes == (8,), "lengths that cover the trace"
 
 
 @pytest.mark.parametrize(
@@ -64,4 +64,7 @@ def test_a_trace_or_plan_of_one_length(run: RunCommand, trace_file: Path, tmp_pa
     run("plan", trace_file, "--device", "20", "-o", tmp_path / "plan.json")
     Trace.load(trace_file).rebuilt(lengths=None).save(tmp_path / "other.json")
     assert "the trace is of one length" in run("simulate", tmp_path / "other.json", tmp_path / "plan.json", "--length", "5").err
+    varying(layers()).save(tmp_path / "another.json")
+    told = run("simulate", tmp_path / "another.json", tmp_path / "plan.json", "--length", "5").err
+    assert "the plan was made for the trace with fingerprint" in told and told.count("\n") == 1
     assert "wanted SHORTEST:LONGEST" in run("capture", "x:y", "-o", tmp_path / "t.json", "--lengths", "128").err

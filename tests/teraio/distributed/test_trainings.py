@@ -89,6 +89,7 @@ ROWS = {
     "DDP, views of buckets": replicated(run=partial(ddp, settings={"gradient_as_bucket_view": True}, born=True), buckets=True),
     # A plan could update there, and replicas would drift apart.
     "DDP over a host tier, several passes and clipping": replicated(run=partial(ddp, no_sync=no_sync, **SEVERAL), tier=ON_HOST),
+    "DDP, batches of other sizes on each rank": replicated(run=partial(ddp, rows=(256, 64, 192), steps=14), budget=32 * MIB),
     "FSDP2, several passes and clipping": shared_out(run=partial(fsdp, born=True, **SEVERAL)),
     "tensors by columns and rows": cut(run=partial(tensor_parallel, sequence=False)),
     "tensors gathered in the graph": cut(run=gathered_in_the_graph, budget=18 * MIB),

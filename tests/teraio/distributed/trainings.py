@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,7 +96,7 @@ def train(
     steps: int = STEPS,
     passes: int = 1,
     clip: bool = False,
-    rows: int = ROWS,
+    rows: Sequence[int] = (ROWS,),
     same_rows: bool = False,
     no_sync: Callable[[Any], AbstractContextManager[Any]] | None = None,
     run_pass: Callable[[Any, Tensor], list[Tensor]] = one_pass,
@@ -106,16 +106,17 @@ def train(
 ) -> Found:
     """Train what `make` makes from a function that compiles, or does not if `options` is None.
 
-    no_sync: around all passes of a step but the last. epochs: steps by rank, in each of which ranks that have ended join those
-    that go on; then gradients stay until the next step. born: under the budget, if there is one. given: further options of the
-    backend.
+    rows: of the batches by turns, which each rank begins at another place. no_sync: around all passes of a step but the last.
+    epochs: steps by rank, in each of which ranks that have ended join those that go on; then gradients stay until the next step.
+    born: under the budget, if there is one. given: further options of the backend.
     """
     forget()
     torch.manual_seed(0)
     settings = {"codegen": "eager", "profile_iterations": 1, **given, **(options or {})}
 
     def prepare(what: Any) -> Any:
-        return compiled(what, settings) if options is not None else what
+        dynamic = {"dynamic": True} if len(rows) > 1 else {}
+        return compiled(what, settings, **dynamic) if options is not None else what
 
     with teraio.under_budget(**settings) if born and options else nullcontext():
         model, module, optimizer = make(prepare)
@@ -127,8 +128,9 @@ def train(
             for step in range(count):
                 optimizer.zero_grad() if epochs else None
                 for number in range(passes):
+                    count_rows = rows[(step * passes + number + dist.get_rank()) % len(rows)]
                     with no_sync(model) if no_sync is not None and number < passes - 1 else nullcontext():
-                        losses = run_pass(model, torch.randn(rows, WIDTH, generator=random))
+                        losses = run_pass(model, torch.randn(count_rows, WIDTH, generator=random))
                     found.values |= {f"loss {epoch}.{step}.{number}.{n}": e.detach().clone() for n, e in enumerate(losses)}
                 if clip:
                     norm = nn.utils.clip_grad_norm_(module.parameters(), 0.05)

@@ -23,7 +23,7 @@ def thinned(trace: Trace, made: Plan) -> ThinnedPlans:
 
 
 def test_the_longest_microbatch_so_far_says_what_moves() -> None:
-    trace = varying(hand("chain"), place=1)
+    trace = varying(hand("chain"), places=(1,))
     made = with_shorter(plan(trace, Budgets(device_bytes=20)), trace, (8, 4))
     follows = thinned(trace, made)
 
@@ -32,7 +32,7 @@ def test_the_longest_microbatch_so_far_says_what_moves() -> None:
         found = follows.schedule_for(graph, begins=begins)
         return None if found is None else sum(map(len, found.leave_after))
 
-    assert [each.length for each in made.shorter] == [8, 4] and made.moves
+    assert [each.sizes for each in made.shorter] == [(8,), (4,)] and made.moves
     assert moves(SizedGraph(0, (3, 4)), begins=True) == moves(SizedGraph(0, (3, 2)), begins=True) == 0
     assert moves(SizedGraph(1, (3, 9))) == moves("optimizer") == 0, "other graphs say nothing, and change nothing"
     assert moves(SizedGraph(0, (3, 7))) == moves(SizedGraph(0, (3, 2))) == len(made.moves), "the longest so far has 7"
@@ -42,7 +42,7 @@ def test_the_longest_microbatch_so_far_says_what_moves() -> None:
 
 
 def test_a_trace_of_one_length_has_one_plan() -> None:
-    trace = varying(hand("chain"), place=1)
+    trace = varying(hand("chain"), places=(1,))
     made = with_shorter(plan(trace, Budgets(device_bytes=20)), trace, (8, 4))
     for follows in (thinned(trace.rebuilt(lengths=None), made), thinned(trace, plan(trace, Budgets(device_bytes=20)))):
         assert follows.schedule_for(SizedGraph(0, (3, 2)), begins=True) is None

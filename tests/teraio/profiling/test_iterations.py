@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import random
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import teraio
+from planner import Trace
 from teraio.profiling import Iteration, IterationBorder, PeakWatch, Region, StageRecord, profiler, times_agree
 
 from ...training import MIB, Training, begin, blocks, mean_square_step
@@ -321,6 +323,28 @@ def test_small_inputs_move_less_and_find_all_where_the_plan_has_it(tmp_path: Pat
     found = training.finish()
     unlimited = begin_small({"memory_budget": None}, dynamic=True)
     unlimited.run(map(rows_of, sizes), functools.partial(mean_square_step, unlimited))
+    assert all(torch.equal(found[name], value) for name, value in unlimited.finish().items())
+
+
+def test_a_last_batch_with_fewer_rows_and_one_of_length_1_leave_the_plan_for_all_lengths(tmp_path: Path) -> None:
+    """The first is profiled among the others. The second is another graph, after which the plan goes on."""
+
+    def of(number: int, length: int) -> Tensor:
+        return torch.full((number, length, 512), 0.5)
+
+    sizes = ((8, 128), (8, 128), (8, 60), (3, 96), (8, 128), (8, 100), (8, 90), (8, 1), (5, 128), (8, 64), (8, 128))
+    options = {"storage": tmp_path, "profile_iterations": 1, "memory_budget": BUDGET_BYTES}
+    training = begin_small({**options, "trace_out": tmp_path / "trace.json"}, dynamic=True)
+    training.run(itertools.starmap(of, sizes), functools.partial(mean_square_step, training), planned=True)
+    statuses = [status for (status,) in training.progress]
+    assert all(status.device_peak_bytes <= BUDGET_BYTES for status in statuses)
+    assert {status.phase for status in statuses[5:]} == {"planned"}
+    assert statuses[6].deviations == 0 < statuses[7].deviations == statuses[-1].deviations
+    lengths = Trace.load(tmp_path / "trace.json").lengths
+    assert lengths is not None and (lengths.lowest, lengths.highest) == ((60, 3), (128, 8))
+    found = training.finish()
+    unlimited = begin_small({"memory_budget": None}, dynamic=True)
+    unlimited.run(itertools.starmap(of, sizes), functools.partial(mean_square_step, unlimited))
     assert all(torch.equal(found[name], value) for name, value in unlimited.finish().items())
 
 

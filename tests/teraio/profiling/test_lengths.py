@@ -37,7 +37,7 @@ def test_sizes_are_exact_and_times_fitted_by_parts_that_are_not_negative() -> No
         return length * (length + 1) // 2 + 3
 
     found = with_lengths([profile([(4, n)], bytes_at=size, seconds_at=seconds) for n in (10, 50, 200, 101)][:-1])
-    assert found.trace.lengths is not None and (found.trace.lengths.lowest, found.trace.lengths.place) == (10, 1)
+    assert found.trace.lengths is not None and (found.trace.lengths.lowest, found.trace.lengths.places) == ((10,), (1,))
     for length in (10, 37, 101, 199):
         there = found.trace.at(length)
         assert there.blocks[0].size_bytes == size(length)
@@ -68,13 +68,28 @@ def test_a_trace_has_all_microbatches_as_long_as_the_longest() -> None:
 def test_sizes_that_follow_from_the_length_are_no_others() -> None:
     """Such as the stride of `tokens[:, :-1]`: the first of them counts."""
     found = with_lengths([profile([(4, n + 1, n)]) for n in (10, 20, 30)]).trace
-    assert found.lengths is not None and found.lengths.place == 1 and found.at(16).blocks[0].size_bytes == 8 * 15 + 8
+    assert found.lengths is not None and found.lengths.places == (1,) and found.at(16).blocks[0].size_bytes == 8 * 15 + 8
+
+
+def test_where_the_number_of_inputs_varies_too_all_depends_on_both() -> None:
+    """As in the last batch of a data set, which says little of the length. Blocks grow with what is in the batch, or in a row."""
+
+    def of(number: int, length: int) -> Profile:
+        return profile([(number, length)], bytes_at=lambda n: 8 * n * number + 4 * n, seconds_at=lambda n: 0.5 + n * number)
+
+    found = with_lengths([of(3, 10), of(8, 20), of(8, 15), of(8, 30), of(5, 12), of(8, 40)]).trace
+    assert found.lengths is not None and (found.lengths.lowest, found.lengths.highest) == ((10, 3), (40, 8))
+    for length, number in ((40, 8), (17, 8), (25, 4), (11, 3)):
+        assert found.at(length, number).blocks[0].size_bytes == 8 * length * number + 4 * length
+        assert found.at(length, number).stages[1].duration_seconds == pytest.approx(0.5 + length * number)
+    assert found.at(17) == found.at(17, 8), "the highest number, if none is said"
 
 
 @pytest.mark.parametrize(
-    "sizes", [([(4, 9)],), ([(4, 9)], [(3, 7)], [(4, 5)]), ([(4, 9)], [(4, 9)]), ([(4, 9)], [(4, 9), (4, 9)])]
+    "sizes",
+    [([(4, 9)],), ([(4, 9, 2)], [(3, 7, 5)], [(4, 5, 1)], [(6, 5, 4)]), ([(4, 9)], [(4, 9)]), ([(4, 9)], [(4, 9), (4, 9)])],
 )
 def test_what_does_not_tell_enough_leaves_the_trace_as_it_is(sizes: tuple[Sizes, ...]) -> None:
-    """One length, batch and length that both vary, and other stages."""
+    """One length, three sizes that vary by themselves, and other stages."""
     found = with_lengths([profile(each) for each in sizes])
     assert found.trace.lengths is None and isinstance(found.trace, planner.Trace)
