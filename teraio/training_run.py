@@ -125,7 +125,7 @@ class TrainingRun:
             policy=parts.cut_policy,
             fuses=options.codegen != "eager",
             speed_of=parts.speed_of,
-            tiles_above_bytes=_tiles_above(options, machine.budgets.device),
+            **_most_bytes(options, machine.budgets.device),
         )
         subgroup_bytes = parts.subgroup_bytes
         if subgroup_bytes is None and given is not None:
@@ -160,6 +160,7 @@ class TrainingRun:
             given=given,
             peaks=peaks,
             findings=self._findings,
+            tiled=self.stage_compiler.tiled,
             warm=WarmStart(PlanCache(options, device), machine, self._pager, self._background) if is_kept else None,
         )
         self._phase: Phase = parts.first_phase(self._context)
@@ -542,8 +543,13 @@ class TrainingRun:
                 logger.warning("a backward pass that is due will fail: %s", error)
 
 
-def _tiles_above(options: Options, budget_bytes: int | None) -> int | None:
-    """Return the bytes above which what has many rows runs in tiles; None if nothing does."""
+_OF_THE_BUDGET = 7 / 8  # that a stage may take: the rest is for what is too small to move
+
+
+def _most_bytes(options: Options, budget_bytes: int | None) -> dict[str, int]:
+    """Return above which bytes what has many rows runs in tiles, and other stages are cut; nothing where that is not wanted."""
     if isinstance(options.tiles, int):
-        return options.tiles
-    return budget_bytes // 2 if options.tiles == "auto" and budget_bytes is not None else None
+        return {"tiles_above_bytes": options.tiles, "most_bytes": options.tiles}
+    if options.tiles == "off" or budget_bytes is None:
+        return {}
+    return {"tiles_above_bytes": budget_bytes // 2, "most_bytes": int(_OF_THE_BUDGET * budget_bytes)}

@@ -41,7 +41,7 @@ from teraio.cli.output import (
     some_seconds,
     working,
 )
-from teraio.cli.trace_summary import summarise_trace, trace_page
+from teraio.cli.trace_summary import summarise_trace, tiles_of, trace_page
 from teraio.options import require_directory
 
 
@@ -165,7 +165,7 @@ def advise(
             progress=progress,
             made=keep,
         )
-    data = data_of(found)
+    data = data_of(found) | {"tiles": tiles_of(loaded)}
     show_or_print(data, _advice_page(data), as_json=as_json)
     if found.answers[0].predicted is None:
         raise typer.Exit(1)
@@ -179,6 +179,7 @@ def _advice_page(advice: Data) -> Page:
         "trace": advice["trace_name"],
         **budget_facts(asked["budgets"]),
         "smallest device budget": exact_bytes(asked["floor_bytes"]),
+        "in tiles": advice["tiles"]["words"],
         "peak if nothing moves": exact_bytes(asked["peak_bytes"]),
         "does it fit": asked["fit"] if asked["predicted"] else f"{asked['fit']}: {arguments.as_options(asked['reason'])}",
         "what holds it up": _held_up(asked),
