@@ -74,7 +74,8 @@ class RunParts:
     open_machine, start_job, new_pager: make what the run has one of. first_phase: makes the phase in which it begins.
     cut_policy: where graphs are cut into stages. speed_of: how fast a device is, for these cuts. codegen: compiles stages, in
     place of the option. host_rates: rates of updates on the host, in place of measured ones. subgroup_bytes: size of optimizer
-    subgroups; None: that of the given plan, else what was measured decides.
+    subgroups; None: that of the given plan, else what was measured decides. graphs_for_bytes: the device budget for which graphs
+    are compiled; None: that of the machine.
     """
 
     open_machine: OpenMachine = open_machine
@@ -86,6 +87,7 @@ class RunParts:
     codegen: Codegen | None = None
     host_rates: HostRates | None = None
     subgroup_bytes: int | None = None
+    graphs_for_bytes: int | None = None
 
 
 class TrainingRun:
@@ -125,7 +127,7 @@ class TrainingRun:
             policy=parts.cut_policy,
             fuses=options.codegen != "eager",
             speed_of=parts.speed_of,
-            **_most_bytes(options, machine.budgets.device),
+            **_most_bytes(options, parts.graphs_for_bytes or machine.budgets.device),
         )
         subgroup_bytes = parts.subgroup_bytes
         if subgroup_bytes is None and given is not None:
