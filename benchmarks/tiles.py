@@ -91,8 +91,9 @@ def of_qwen3() -> torch.nn.Module:
         max_position_embeddings=LENGTHS[-1],
         tie_word_embeddings=False,
     )
+    make: Any = Qwen3ForCausalLM._from_config
     with torch.device("cuda"):
-        return _WithLoss(Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa")).to(torch.bfloat16)
+        return _WithLoss(make(config, attn_implementation="sdpa")).to(torch.bfloat16)
 
 
 def measure(scale: Scale) -> Measured:
