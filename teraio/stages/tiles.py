@@ -114,7 +114,10 @@ class InTiles:
 
 
 def tile(graph: Graph) -> Iterator[InTiles]:
-    """Have what is marked in a forward or a backward graph run in tiles. Changes `graph`. Yields each region beforehand."""
+    """Have what is marked in a forward or a backward graph run in tiles. Yields each region before it changes `graph` for it.
+
+    All of them have to be taken.
+    """
     for product in [node for node in graph.nodes if _TILES in node.meta]:
         region = _region(product, dict.fromkeys(node for node in graph.nodes if node.op == "call_function"))
         rows, columns = product.meta["val"].shape

@@ -285,7 +285,7 @@ def captured(model: nn.Module, *, fuses: bool, above_bytes: int = 0, batch: int 
 def tiled(graph: Captured) -> tuple[GraphModule, int]:
     """The graph in tiles, and how many there are."""
     fresh = graph.fresh()
-    tiles.tile(fresh.graph)
+    list(tiles.tile(fresh.graph))
     numbers = {operators.tile_of(node) for node in fresh.graph.nodes} - {None}
     tiles.settle(fresh.graph)
     fresh.recompile()
