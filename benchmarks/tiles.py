@@ -7,6 +7,7 @@ The models have two layers each, since layers are alike: what sets the smallest 
 import dataclasses
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -62,6 +63,39 @@ def of_gpt(context: int) -> Callable[[], torch.nn.Module]:
     return lambda: GPT(GPTConfig(layers=2, width=768, heads=12, context=context, vocabulary=50_257)).to("cuda")
 
 
+class _WithLoss(torch.nn.Module):
+    """A causal model of transformers with a loss over all tokens, in place of scores that it returns."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        # No mask: transformers would make one of all tokens by all tokens.
+        hidden = self.model.model(input_ids=tokens, attention_mask={"full_attention": None}, use_cache=False).last_hidden_state
+        return torch.nn.functional.cross_entropy(self.model.lm_head(hidden).flatten(0, 1), targets.flatten())
+
+
+def of_qwen3() -> torch.nn.Module:
+    """Return two layers of Qwen3-8B in bf16, with random weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=LENGTHS[-1],
+        tie_word_embeddings=False,
+    )
+    make: Any = Qwen3ForCausalLM._from_config
+    with torch.device("cuda"):
+        return _WithLoss(make(config, attn_implementation="sdpa")).to(torch.bfloat16)
+
+
 def measure(scale: Scale) -> Measured:
     """Return smallest budgets against vocabulary, length and batch, and the time of tiles where both ways fit."""
     figures: list[Figure] = []
@@ -69,12 +103,13 @@ def measure(scale: Scale) -> Measured:
         "llama-3.2-1b, 4 x 2,048, vocabulary": [(v, of_llama("llama-3.2-1b", vocabulary=v), 4, 2048) for v in VOCABULARIES],
         "llama-3-8b, 1 sequence, length": [(length, of_llama("llama-3-8b"), 1, length) for length in LENGTHS],
         "llama-3.2-3b, 1 sequence, length": [(length, of_llama("llama-3.2-3b"), 1, length) for length in LENGTHS],
+        "qwen3-8b, 1 sequence, length": [(length, of_qwen3, 1, length) for length in LENGTHS],
         "gpt2-124m, 1,024 tokens, batch": [(batch, of_gpt(1024), batch, 1024) for batch in BATCHES],
     }
     for name, rows in cases.items():
         for number, model, batch, time in rows:
             whole, stage = captured_floor(model, batch, time, "off")
-            tiled, then = captured_floor(model, batch, time, whole // 4)
+            tiled, then = captured_floor(model, batch, time, whole // 8)
             figures.append(Figure(name=f"{name} {number:,}: whole", value=whole / GIB, unit="GiB", note=stage))
             figures.append(Figure(name=f"{name} {number:,}: in tiles", value=tiled / GIB, unit="GiB", note=then))
     timed, seconds = _time(scale)

@@ -5,6 +5,7 @@ If a newer one has renamed some, an error at the start says which. Parallel libr
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 import sys
 from collections.abc import Mapping
@@ -56,6 +57,7 @@ def require_known() -> None:
     _require(_OF_CUDA if torch.version.cuda else {})
 
 
+@functools.cache
 def require_compiler() -> None:
     """Raise UnsupportedError unless PyTorch's compiler, which this imports, has what teraio uses of it."""
     _require(_OF_COMPILER)

@@ -150,6 +150,7 @@ def capture(
     tokens: int | None = None,
     samples: int | None = None,
     lengths: tuple[int, int] | None = None,
+    device_bytes: int | None = None,
 ) -> planner.Trace:
     """Return the trace of one training step as it would run on `hardware`, without its memory. Computes nothing.
 
@@ -170,6 +171,7 @@ def capture(
     tokens, samples: how many a step processes, so that the trace tells them a second. It has the model's operations, too.
     lengths: the shortest and the longest of inputs of varying length: the function that takes one step gets a length then, and
     compiles its model with `dynamic=True`. The trace is of the longest, and tells sizes and times at all lengths between.
+    device_bytes: the memory budget for which the graphs are compiled: what is too large for it runs in tiles; default: none.
 
     Waits until the step has run some times: seconds for small models, minutes for large ones. Raises UnsupportedError if the step
     depends on values of tensors or on a GPU's driver, does not repeat, or if teraio is training in this process; OptionsError for
@@ -190,6 +192,7 @@ def capture(
         tokens=tokens,
         samples=samples,
         lengths=lengths,
+        device_bytes=device_bytes,
     )
 
 

@@ -214,6 +214,7 @@ def with_batch(trace: planner.Trace, factor: int) -> planner.Trace:
         ),
         recompute=tuple(_times(group, factor, *grows) for group in trace.recompute),
         work=trace.work and trace.work.times(factor),
+        tiled=(),
     )
 
 
@@ -282,6 +283,7 @@ def with_accumulation(trace: planner.Trace) -> planner.Trace:
         subgroups=tuple(each.model_copy(update={"stage": each.stage + shift}) for each in trace.subgroups),
         recompute=(*trace.recompute, *groups),
         not_recomputed=(),
+        tiled=(),
         work=trace.work and trace.work.times(2),
     )
 

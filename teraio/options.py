@@ -184,6 +184,7 @@ class Options(ExpertOptions):
     tiles: Tiles = "auto"
     """`"auto"`: what needs more than half of the budget only because it has many rows, as the head of a large vocabulary and its
     loss, runs for some rows at a time. A size: what needs more than so many bytes does, also without a budget. `"off"`: nothing.
+    Other stages that need nearly all of the budget, or more than the size, are cut between their operators where that helps.
 
     Results by rows are equal up to rounding. Sums over rows, such as losses and gradients, are added up in another order, in 32
     bits. What is large in between is computed once more in the backward pass. Graphs with sizes that vary have no tiles."""

@@ -28,7 +28,7 @@ import logging
 import statistics
 import sys
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -38,6 +38,7 @@ from pydantic import ValidationError
 
 import planner
 from planner.errors import TeraioError
+from planner.schema import Tiled
 from runtime.execution import Program
 from runtime.paging import Pager
 from runtime.system import QuietCollector
@@ -89,8 +90,8 @@ class Findings:
 class RunContext:
     """What the phases of a run share.
 
-    given: the plan that the user gave. peaks: None if peaks of memory cannot be watched. warm: plans of earlier starts; None if
-    there can be none.
+    given: the plan that the user gave. peaks: None if peaks of memory cannot be watched. tiled: what runs in tiles in the
+    iteration of a trace. warm: plans of earlier starts; None if there can be none.
     """
 
     options: Options
@@ -103,6 +104,7 @@ class RunContext:
     given: planner.Plan | None
     peaks: PeakWatch | None
     findings: Findings
+    tiled: Callable[[planner.Trace], tuple[Tiled, ...]] = lambda trace: ()
     warm: WarmStart | None = None
 
     def managed_bytes(self) -> int:
@@ -280,7 +282,7 @@ def _profiled(run: RunContext, recorded: Sequence[Iteration], numbers: Sequence[
         survivors=recorded[numbers[-1] - 1].survivors,
         no_reruns=why_no_reruns(run.options),
     )
-    trace = profile.trace.model_copy(update={"subgroup_bytes": run.subgroups.used_bytes})
+    trace = profile.trace.model_copy(update={"subgroup_bytes": run.subgroups.used_bytes, "tiled": run.tiled(profile.trace)})
     return dataclasses.replace(profile, trace=trace)
 
 

@@ -74,7 +74,8 @@ class RunParts:
     open_machine, start_job, new_pager: make what the run has one of. first_phase: makes the phase in which it begins.
     cut_policy: where graphs are cut into stages. speed_of: how fast a device is, for these cuts. codegen: compiles stages, in
     place of the option. host_rates: rates of updates on the host, in place of measured ones. subgroup_bytes: size of optimizer
-    subgroups; None: that of the given plan, else what was measured decides.
+    subgroups; None: that of the given plan, else what was measured decides. graphs_for_bytes: the device budget for which graphs
+    are compiled; None: that of the machine.
     """
 
     open_machine: OpenMachine = open_machine
@@ -86,6 +87,7 @@ class RunParts:
     codegen: Codegen | None = None
     host_rates: HostRates | None = None
     subgroup_bytes: int | None = None
+    graphs_for_bytes: int | None = None
 
 
 class TrainingRun:
@@ -125,7 +127,7 @@ class TrainingRun:
             policy=parts.cut_policy,
             fuses=options.codegen != "eager",
             speed_of=parts.speed_of,
-            tiles_above_bytes=_tiles_above(options, machine.budgets.device),
+            **_most_bytes(options, parts.graphs_for_bytes or machine.budgets.device),
         )
         subgroup_bytes = parts.subgroup_bytes
         if subgroup_bytes is None and given is not None:
@@ -160,6 +162,7 @@ class TrainingRun:
             given=given,
             peaks=peaks,
             findings=self._findings,
+            tiled=self.stage_compiler.tiled,
             warm=WarmStart(PlanCache(options, device), machine, self._pager, self._background) if is_kept else None,
         )
         self._phase: Phase = parts.first_phase(self._context)
@@ -544,8 +547,13 @@ class TrainingRun:
                 logger.warning("a backward pass that is due will fail: %s", error)
 
 
-def _tiles_above(options: Options, budget_bytes: int | None) -> int | None:
-    """Return the bytes above which what has many rows runs in tiles; None if nothing does."""
+_OF_THE_BUDGET = 7 / 8  # that a stage may take: the rest is for what is too small to move
+
+
+def _most_bytes(options: Options, budget_bytes: int | None) -> dict[str, int]:
+    """Return above which bytes what has many rows runs in tiles, and other stages are cut; nothing where that is not wanted."""
     if isinstance(options.tiles, int):
-        return options.tiles
-    return budget_bytes // 2 if options.tiles == "auto" and budget_bytes is not None else None
+        return {"tiles_above_bytes": options.tiles, "most_bytes": options.tiles}
+    if options.tiles == "off" or budget_bytes is None:
+        return {}
+    return {"tiles_above_bytes": budget_bytes // 2, "most_bytes": int(_OF_THE_BUDGET * budget_bytes)}

@@ -30,6 +30,7 @@ from planner.schema.trace import (
     Stage,
     Subgroup,
     Tier,
+    Tiled,
     Trace,
     Work,
     short_fingerprint,

@@ -37,6 +37,7 @@ _WITHOUT_EFFECT = {
     "not_recomputed",
     "work",
     "lengths",
+    "tiled",
 }  # fields that plans do not depend on
 
 Tier = Literal["device", "host", "storage"]
@@ -240,6 +241,19 @@ class NotRecomputed(FrozenModel):
     reason: str
 
 
+class Tiled(FrozenModel):
+    """What runs in tiles of its rows in a graph: `what`, in so many `tiles`. For people; plans do not depend on it.
+
+    whole_bytes: what the largest of its stages would need with all rows at once, by estimate. again_seconds: of an iteration:
+    what is computed once more since it is not saved.
+    """
+
+    what: str
+    tiles: Count
+    whole_bytes: Bytes
+    again_seconds: Seconds
+
+
 def short_fingerprint(fingerprint: str) -> str:
     """Return the first eight digits, which tell traces apart."""
     return printable(fingerprint.removeprefix("sha256:")[:8])
@@ -279,7 +293,7 @@ class Trace(GrownModel):
     `recompute`: at most one group for each stage. lengths: sizes and times with shorter inputs; None where inputs do not vary.
     """
 
-    added_later = ("subgroup_bytes", "not_recomputed", "work", "lengths")
+    added_later = ("subgroup_bytes", "not_recomputed", "work", "lengths", "tiled")
 
     format: Literal["teraio.trace"] = "teraio.trace"
     version: Literal[1] = 1
@@ -294,6 +308,7 @@ class Trace(GrownModel):
     not_recomputed: Annotated[tuple[NotRecomputed, ...], FailFast()] = ()
     work: Work | None = None
     lengths: Lengths | None = None
+    tiled: Annotated[tuple[Tiled, ...], FailFast()] = ()
     stored_fingerprint: str | None = Field(
         default=None, validation_alias="fingerprint", serialization_alias="fingerprint", exclude=True
     )
@@ -425,6 +440,7 @@ class Trace(GrownModel):
                 "recompute": tuple(map(of_group, self.recompute)),
                 "work": None if self.work is None else self.work.at(prod(wanted) / prod(known.highest)),
                 "lengths": None,
+                "tiled": (),
             }
         )
 

@@ -63,9 +63,10 @@ class _CapturePhase(ProfilePhase):
 class _Capture:
     """One capture: the device, the machine, and the run that `torch.compile` starts."""
 
-    def __init__(self, description: MachineDescription, subgroup_bytes: int | None) -> None:
+    def __init__(self, description: MachineDescription, subgroup_bytes: int | None, device_bytes: int | None) -> None:
         self._description = description
         self._subgroup_bytes = subgroup_bytes
+        self._device_bytes = device_bytes
         self._device = ModelledDevice()
         self.work = EagerWork(self._eager)
         self._flops: dict[torch.dtype, float] = defaultdict(float)  # of the model, in the step that runs
@@ -111,6 +112,7 @@ class _Capture:
                 codegen=partial(self._codegen, fuses=options.codegen != "eager"),
                 host_rates=DescribedHostRates(self._description.hardware.host_update_elements_per_second),
                 subgroup_bytes=self._subgroup_bytes,
+                graphs_for_bytes=self._device_bytes,
                 first_phase=self._first_phase,
             ),
             shared,
@@ -190,15 +192,17 @@ def capture(
     tokens: int | None = None,
     samples: int | None = None,
     lengths: tuple[int, int] | None = None,
+    device_bytes: int | None = None,
 ) -> planner.Trace:
     """See `teraio.capture`. hardware: may be a description, too. calibrate: may be a trace, too."""
     if REGISTRY.runs():
         raise UnsupportedError("teraio is training in this process; capture in another process, or call teraio.reset() first")
     if name is not None and len(name) > MAX_TEXT_CHARACTERS:
         raise OptionsError(f"capture: a name of {len(name):,} characters; at most {MAX_TEXT_CHARACTERS:,} can be read again")
-    for what, count in (("tokens", tokens), ("samples", samples)):
+    wanted = "how many a step processes"
+    for what, count, of in (("tokens", tokens, wanted), ("samples", samples, wanted), ("device_bytes", device_bytes, "a budget")):
         if count is not None and count < 1:
-            raise OptionsError(f"capture: found {what}={count}, wanted how many a step processes: 1 or more, or leave it out")
+            raise OptionsError(f"capture: found {what}={count}, wanted {of}: 1 or more, or leave it out")
     if lengths is not None and not 1 < lengths[0] < lengths[1]:
         raise OptionsError(
             f"capture: found lengths={lengths}, wanted the shortest, 2 or more, and a longer one, such as (128, 2048)"
@@ -216,7 +220,7 @@ def capture(
     elif smaller is not None:
         raise OptionsError("capture: smaller is the training of a measured trace; give that trace as calibrate")
     told = () if lengths is None else _between(*lengths)
-    profiles, captured = _run(training, description, subgroup_bytes, told)
+    profiles, captured = _run(training, description, subgroup_bytes, told, device_bytes)
     trace = (with_lengths(profiles, told) if told else profiles[0]).trace
     if lengths is not None and trace.lengths is None:
         raise UnsupportedError(
@@ -241,10 +245,14 @@ def _between(shortest: int, longest: int) -> tuple[int, ...]:
 
 
 def _run(
-    training: Callable[[], Step], description: MachineDescription, subgroup_bytes: int | None, lengths: Sequence[int] = ()
+    training: Callable[[], Step],
+    description: MachineDescription,
+    subgroup_bytes: int | None,
+    lengths: Sequence[int] = (),
+    device_bytes: int | None = None,
 ) -> tuple[list[Profile], _Capture]:
     """Run the training until it is profiled, at each length if there are some."""
-    captured = _Capture(description, subgroup_bytes)
+    captured = _Capture(description, subgroup_bytes, device_bytes)
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fake.allow_scalar_outputs = True
     with _runs_of(captured), _explained(), pretended_gpu(description.gpu), fake:

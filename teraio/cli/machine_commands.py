@@ -41,7 +41,7 @@ from teraio.cli.output import (
     working,
     write_file,
 )
-from teraio.cli.trace_summary import summarise_trace, trace_page
+from teraio.cli.trace_summary import summarise_trace, tiles_of, trace_page
 from teraio.options import require_directory
 
 
@@ -78,6 +78,13 @@ def capture(
             show_default="the step takes nothing",
         ),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="The memory budget that the graphs are compiled for, such as 24GB: what is too large for it runs in tiles.",
+            show_default="none",
+        ),
+    ] = None,
     as_json: AsJson = False,
     rows: Rows = 10,
 ) -> None:
@@ -87,6 +94,7 @@ def capture(
     """
     require_directory("--output", output.parent)
     size = None if subgroup is None else arguments.size("--subgroup", subgroup)
+    budget = None if device is None else arguments.size("--device", device)
     between = length_range(lengths)
     with working("capturing"):
         training = _function_of(target)
@@ -102,10 +110,11 @@ def capture(
             tokens=tokens,
             samples=samples,
             lengths=between,
+            device_bytes=budget,
         )
     save(trace, output)
     summary = summarise_trace(trace)
-    memory = in_asked_unit(trace.hardware.device_memory_bytes).replace(" ", "")
+    memory = in_asked_unit(budget or trace.hardware.device_memory_bytes).replace(" ", "")
     told = {"written": str(output), "next": f"teraio advise {output} --device {memory}"}
     show_or_print(summary, [*trace_page(summary, rows), Facts(told)], as_json=as_json)
 
@@ -165,7 +174,7 @@ def advise(
             progress=progress,
             made=keep,
         )
-    data = data_of(found)
+    data = data_of(found) | {"tiles": tiles_of(loaded)}
     show_or_print(data, _advice_page(data), as_json=as_json)
     if found.answers[0].predicted is None:
         raise typer.Exit(1)
@@ -179,6 +188,7 @@ def _advice_page(advice: Data) -> Page:
         "trace": advice["trace_name"],
         **budget_facts(asked["budgets"]),
         "smallest device budget": exact_bytes(asked["floor_bytes"]),
+        "in tiles": advice["tiles"]["words"],
         "peak if nothing moves": exact_bytes(asked["peak_bytes"]),
         "does it fit": asked["fit"] if asked["predicted"] else f"{asked['fit']}: {arguments.as_options(asked['reason'])}",
         "what holds it up": _held_up(asked),

@@ -38,7 +38,7 @@ def summarise_trace(trace: planner.Trace) -> Data:
     `collective_seconds`: the part of `ideal_seconds` in collectives; of stages too. `peak_bytes`, `peak_stage`: the most bytes on
     the device if no block ever leaves, and the stage in which that is. `floor_bytes`, `floor_stage`: the smallest device budget
     that works, and the stage that needs it. `mean_active_fraction`: average share of the movable bytes that is in use.
-    `lengths`: time, peak and floor by the length of inputs; empty where that does not vary.
+    `tiles`: see `tiles_of`. `lengths`: time, peak and floor by the length of inputs; empty where that does not vary.
     `updates`: on the device (all subgroups), then on the host (those that can be updated there); empty without subgroups.
     `recompute`: how many stages can run again, the blocks that they make, the time that this and copying them would take, and
     why the others cannot. `stages`: `live_bytes` is what is on the device meanwhile if no block ever leaves, with the workspace;
@@ -74,6 +74,7 @@ def summarise_trace(trace: planner.Trace) -> Data:
             }
             for kind, blocks in _grouped(trace.blocks, lambda block: block.kind)
         ],
+        "tiles": tiles_of(trace),
         "lengths": lengths_of_trace(trace),
         "updates": _updates(trace),
         "recompute": _recompute(trace),
@@ -87,6 +88,36 @@ def summarise_trace(trace: planner.Trace) -> Data:
         ],
         "blocks": sorted(block_summaries(trace), key=lambda block: (-block["size_bytes"], block["id"])),
     }
+
+
+def tiles_of(trace: planner.Trace) -> Data:
+    """Return what runs in tiles of its rows. `floor_bytes`: the smallest device budget without, by estimate. `share`: of the
+    time of the iteration: what is computed once more for their sake. `layers`: by graph. `words`: all of it.
+    """
+    floor_bytes, _ = planner.floor(trace)
+    again_seconds = sum(each.again_seconds for each in trace.tiled)
+    return {
+        "layers": data_of(trace)["tiled"] if trace.tiled else [],
+        "floor_bytes": max([floor_bytes, *(each.whole_bytes for each in trace.tiled)]),
+        "share": again_seconds / trace.ideal_seconds if trace.ideal_seconds else 0.0,
+        "words": _tiles_in_words(trace, floor_bytes, again_seconds),
+    }
+
+
+_MOST_NAMED = 4
+
+
+def _tiles_in_words(trace: planner.Trace, floor_bytes: int, again_seconds: float) -> str:
+    """Return what runs in tiles, and what that gains and costs; "" if nothing does."""
+    if not trace.tiled:
+        return ""
+    largest = sorted(trace.tiled, key=lambda each: -each.whole_bytes)
+    layers = list(dict.fromkeys(f"{each.what.partition('/')[2]} in {each.tiles} tiles" for each in largest))
+    text = ", ".join(layers[:_MOST_NAMED]) + f" and {len(layers) - _MOST_NAMED} more" * (len(layers) > _MOST_NAMED)
+    whole = max(floor_bytes, largest[0].whole_bytes)
+    computed = trace.ideal_seconds - again_seconds
+    slower = f", {again_seconds / computed:.1%} slower" if again_seconds and computed > 0 else ""
+    return f"{text}: floor {format_bytes(whole)} → {format_bytes(floor_bytes)}{slower}"
 
 
 def block_summaries(trace: planner.Trace) -> list[Data]:
@@ -172,6 +203,7 @@ def trace_page(trace: Data, rows: int) -> Page:
         "of that in collectives": some_seconds(trace["collective_seconds"]),
         "peak if nothing moves": f"{exact_bytes(trace['peak_bytes'])}, in {trace['peak_stage']}",
         "floor (smallest budget)": f"{exact_bytes(trace['floor_bytes'])}, set by {trace['floor_stage']}",
+        "in tiles": trace["tiles"]["words"],
         "can be recomputed": _recomputed(trace["recompute"]),
         "active on average": f"{trace['mean_active_fraction']:.1%} of the bytes that may move",
     }

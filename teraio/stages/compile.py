@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -18,11 +19,12 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from planner.schema import Tiled, Trace
 from runtime.execution import Kind, Phase, Program, StageFunction
 from teraio.stages.codegen import Codegen, eager_codegen, inductor_codegen
-from teraio.stages.cost import SpeedOf, speed_of
+from teraio.stages.cost import SpeedOf, seconds, speed_of
 from teraio.stages.cut import GPU_POLICY, CutPolicy, assign, can_cut
-from teraio.stages.layout import CompiledStage, lay_out, results_of, user_results
+from teraio.stages.layout import CompiledStage, lay_out, name_of, results_of, user_results
 from teraio.stages.operators import (
     FUNCTIONAL_COLLECTIVES,
     SAVES_STATE,
@@ -36,7 +38,7 @@ from teraio.stages.operators import (
     is_wait,
     unwrapped,
 )
-from teraio.stages.split import Subgraph, is_repeatable, reasons_against, split
+from teraio.stages.split import Subgraph, is_repeatable, path_of_modules, reasons_against, split
 from teraio.stages.tiles import marking, settle, tile
 
 
@@ -46,7 +48,7 @@ class StageCompiler:
     codegen, mode: the options of that name; `codegen` may also be a function. fuses: its stages fuse operators, and keep the
         seeds of random numbers, as Inductor's do; by default all but "eager" does. policy: default: by the device.
     speed_of: how fast a device is, for the places of cuts. tiles_above_bytes: what needs more, only because it has many rows,
-        runs in tiles; None: nothing does.
+        runs in tiles; None: nothing does. most_bytes: what a stage may need at the most, if that can be; None: not known.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class StageCompiler:
         fuses: bool | None = None,
         speed_of: SpeedOf = speed_of,
         tiles_above_bytes: int | None = None,
+        most_bytes: int | None = None,
     ) -> None:
         known: dict[str, Codegen] = {"inductor": partial(inductor_codegen, mode=mode), "eager": eager_codegen}
         self._codegen = known[codegen] if isinstance(codegen, str) else codegen
@@ -65,6 +68,8 @@ class StageCompiler:
         self._policy = policy
         self._speed_of = speed_of
         self._tiles_above_bytes = tiles_above_bytes
+        self._most_bytes = most_bytes
+        self._tiled: list[_Tiled] = []
         self._compiled: dict[str, tuple[StageFunction, GraphModule]] = {}
         self._graphs = 0
         self._forward_bytes = 0
@@ -74,6 +79,14 @@ class StageCompiler:
     def distinct_stages(self) -> int:
         """Number of stages that were compiled so far; equal stages count once."""
         return len(self._compiled)
+
+    def tiled(self, trace: Trace) -> tuple[Tiled, ...]:
+        """Return what runs in tiles in the iteration of `trace`."""
+        return tuple(
+            Tiled(what=each.what, tiles=each.tiles, whole_bytes=each.whole_bytes, again_seconds=each.again_share * sum(times))
+            for each in self._tiled
+            if (times := [stage.duration_seconds for stage in trace.stages if stage.name.startswith(f"{each.graph}/")])
+        )
 
     def marks_tiles(self) -> AbstractContextManager[None]:
         """Return a context in which PyTorch makes the graphs to compile: what is to run in tiles is marked in them."""
@@ -93,7 +106,7 @@ class StageCompiler:
         is_forward = phase == "forward"
         prepare(gm.graph)
         if can_cut(gm.graph) is None:
-            tile(gm.graph)
+            self._tile(gm.graph, name_of(phase, identity))
         subgraphs = self._subgraphs(gm, floor_bytes=0 if is_forward else self._forward_bytes)
         # Compiling rewrites a subgraph: all of them are judged first.
         reasons = self._reasons(gm, subgraphs, inputs) if is_forward else [""] * len(subgraphs)
@@ -124,11 +137,28 @@ class StageCompiler:
         operators = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
         if can_cut(gm.graph) is not None:
             return split(gm, dict.fromkeys(operators, 0), fuses=self._fuses)
-        device, fuses = _device(gm), self._fuses
+        device, fuses, most = _device(gm.graph), self._fuses, self._most_bytes
         policy = self._policy or (CutPolicy() if device.type == "cpu" else GPU_POLICY)
-        stage_of = assign(gm.graph, speed=self._speed_of(device), policy=policy, floor_bytes=floor_bytes, fuses=fuses)
+        speed = self._speed_of(device)
+        stage_of = assign(gm.graph, speed=speed, policy=policy, floor_bytes=floor_bytes, fuses=fuses, most_bytes=most)
         settle(gm.graph)
         return split(gm, stage_of, fuses=fuses)
+
+    def _tile(self, graph: Graph, name: str) -> None:
+        """Have what is marked run in tiles, and note what that is."""
+        speed = self._speed_of(_device(graph))
+        takes = {node: seconds(node, speed) for node in graph.nodes}
+        for region in tile(graph):
+            again = 0.0 if name.startswith("forward") else sum(takes[node] for node in region.again)
+            self._tiled.append(
+                _Tiled(
+                    graph=name,
+                    what=f"{name}/{path_of_modules(list(region.operators))}",
+                    tiles=region.tiles,
+                    whole_bytes=region.whole_bytes,
+                    again_share=again / sum(takes.values()),
+                )
+            )
 
     def _function(self, subgraph: Subgraph, options: dict[str, Any]) -> StageFunction:
         key = subgraph.key
@@ -142,8 +172,19 @@ class StageCompiler:
         return self._compiled[key][0]
 
 
-def _device(gm: GraphModule) -> torch.device:
-    for node in gm.graph.nodes:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiled:
+    """As `Tiled`. graph: by name. again_share: of the time of the graph."""
+
+    graph: str
+    what: str
+    tiles: int
+    whole_bytes: int
+    again_share: float
+
+
+def _device(graph: Graph) -> torch.device:
+    for node in graph.nodes:
         for tensor in fake_tensors(node.meta.get("val")):
             if tensor.device.type != "cpu":
                 return tensor.device

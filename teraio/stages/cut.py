@@ -129,11 +129,20 @@ def can_cut(graph: Graph) -> str | None:
     return None
 
 
-def assign(graph: Graph, *, speed: Speed, policy: CutPolicy, floor_bytes: int = 0, fuses: bool = False) -> dict[Node, int]:
+def assign(
+    graph: Graph,
+    *,
+    speed: Speed,
+    policy: CutPolicy,
+    floor_bytes: int = 0,
+    fuses: bool = False,
+    most_bytes: int | None = None,
+) -> dict[Node, int]:
     """Return the number of the stage of every operator node of `graph`, ascending in the order of the graph.
 
     floor_bytes: what other graphs need in any case: stages that need no more are not cut for the sake of memory.
     fuses: the stages are compiled to fused kernels, which need less memory than their operators one by one.
+    most_bytes: stages that need more are cut in any case, where that helps; None: no such limit is known.
 
     Changes `graph` in one respect: constants (`full`, `iota`, ...) are repeated beside their users, so that none crosses a cut.
     """
@@ -143,7 +152,7 @@ def assign(graph: Graph, *, speed: Speed, policy: CutPolicy, floor_bytes: int = 
     _hoist_returned_views(nodes, stage_of)
     # A stage of the shortest duration touches so much in any case: to cut it for the sake of less memory gains nothing.
     usual_bytes = int(policy.shortest_seconds * speed.bytes_per_second)
-    _cut_finer(nodes, stage_of, policy, max(floor_bytes, usual_bytes), fuses=fuses)
+    _cut_finer(nodes, stage_of, policy, max(floor_bytes, usual_bytes), most_bytes, fuses=fuses)
     _hoist_returned_views(nodes, stage_of)  # those of a stage that is in pieces now
     _sink_updates(stage_of)
     _repeat_constants(graph, stage_of)
@@ -235,12 +244,21 @@ def _hoist_returned_views(nodes: list[Node], stage_of: dict[Node, int]) -> None:
         stage_of[node] = max([made, *(stage_of[size] for size in sizes if size in stage_of)])
 
 
-def _cut_finer(nodes: list[Node], stage_of: dict[Node, int], policy: CutPolicy, floor_bytes: int, *, fuses: bool) -> None:
+def _cut_finer(
+    nodes: list[Node], stage_of: dict[Node, int], policy: CutPolicy, floor_bytes: int, most_bytes: int | None, *, fuses: bool
+) -> None:
     stages: dict[int, list[Node]] = {}
     for node in nodes:
         stages.setdefault(stage_of[node], []).append(node)
     whole = [stages[number] for number in sorted(stages)]
-    finer = cut_finer(whole, far_above=policy.far_above, floor_bytes=floor_bytes, most_stages=policy.max_stages, fuses=fuses)
+    finer = cut_finer(
+        whole,
+        far_above=policy.far_above,
+        floor_bytes=floor_bytes,
+        most_stages=policy.max_stages,
+        fuses=fuses,
+        most_bytes=most_bytes,
+    )
     for number, piece in enumerate(finer):
         stage_of.update(dict.fromkeys(piece, number))
 

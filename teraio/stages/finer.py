@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch.fx import Node
 
@@ -27,26 +29,45 @@ _MOST_PLACES = 64
 
 
 def cut_finer(
-    stages: Sequence[Sequence[Node]], *, far_above: float, floor_bytes: int, most_stages: int, fuses: bool
+    stages: Sequence[Sequence[Node]],
+    *,
+    far_above: float,
+    floor_bytes: int,
+    most_stages: int,
+    fuses: bool,
+    most_bytes: int | None = None,
 ) -> list[list[Node]]:
     """Return the stages of a graph in order, with those in pieces that need far more memory than the others.
 
     stages: the operators of each stage, in the order of execution. far_above: how many times the need of the median stage is far
     above it; of one or two stages none is usual, and equal tiles count once. floor_bytes: to need less than this is of no use.
     most_stages: for the result. fuses: the stages are compiled to fused kernels; otherwise each operator makes its result.
+    most_bytes: what a stage may need at the most: one that needs more is cut in any case, if that does; None: no limit is known.
     """
-    chains = [_Chain(nodes, fuses=fuses) for nodes in stages]
+    keys = storages_of(list(stages[0][0].graph.nodes)) if stages else {}  # also of what other stages wrote, or show a part of
+    chains = [_Chain(nodes, keys, fuses=fuses) for nodes in stages]
     needs = [chain.need_bytes(0, len(chain.nodes)) for chain in chains]
     different = [need for need, nodes in zip(needs, stages, strict=True) if (tile := tile_of(nodes[-1])) is None or tile[1] < 1]
     usual = statistics.median(different) if len(different) > 2 else 1
-    limit = max(far_above * usual, floor_bytes)  # one that other stages or graphs need anyway is worth no cut
-    pieces = {i: _Pieces(chain) for i, (chain, need) in enumerate(zip(chains, needs, strict=True)) if need > limit}
-    floor = max([floor_bytes, *(pieces[i].least_bytes if i in pieces else need for i, need in enumerate(needs))])
+    allowed = math.inf if most_bytes is None else max(most_bytes, floor_bytes)
+    limit = min(max(far_above * usual, floor_bytes), allowed)  # one that other stages or graphs need anyway is worth no cut
+    known: dict[object, _Pieces] = {}  # layers, and tiles, are alike
+    pieces: dict[int, _Pieces] = {}
+    floor: float = floor_bytes
+    for i in sorted(range(len(chains)), key=needs.__getitem__, reverse=True):
+        if needs[i] <= limit or (needs[i] < _WORTHWHILE * floor and not floor <= allowed < needs[i]):
+            floor = max(floor, min(needs[i], limit))
+            break
+        if chains[i].key not in known:
+            known[chains[i].key] = _Pieces(chains[i])
+        pieces[i] = known[chains[i].key]
+        floor = max(floor, pieces[i].least_bytes)
     cut: list[list[Node]] = []
     for i, nodes in enumerate(stages):
         found = [list(nodes)]
-        if i in pieces and needs[i] >= _WORTHWHILE * floor:
-            found = pieces[i].within(_SLACK * floor)
+        if i in pieces and (needs[i] >= _WORTHWHILE * floor or floor <= allowed < needs[i]):
+            ends = pieces[i].within(max(floor, min(_SLACK * floor, allowed)))
+            found = [list(nodes[begin:end]) for begin, end in itertools.pairwise(ends)]
         # Stages cost the host time, so a graph has only so many: what does not fit stays whole.
         fits = len(cut) + len(found) + len(stages) - 1 - i <= most_stages
         cut += found if fits else [list(nodes)]
@@ -78,10 +99,11 @@ class _Storage:
 class _Chain:
     """The operators of one stage, and what any run of consecutive ones among them needs."""
 
-    def __init__(self, nodes: Sequence[Node], *, fuses: bool) -> None:
+    def __init__(self, nodes: Sequence[Node], keys: Mapping[Node, StorageKey], *, fuses: bool) -> None:
+        """keys: the storages of all nodes of the graph."""
         self.nodes = nodes
         position = {node: i for i, node in enumerate(nodes)}
-        keys = storages_of(nodes)
+        several = [key for key in set(keys.values()) if key[1]]
         found: dict[StorageKey, _Storage] = {}
         for i, node in enumerate(nodes):
             for touched in (*node.all_input_nodes, node):
@@ -89,7 +111,7 @@ class _Chain:
                 if key not in found:
                     owner = key[0]
                     repeated = owner in position and is_creation(owner)
-                    size = sum(map(storage_bytes, tensors_of(key, keys.values())))
+                    size = sum(map(storage_bytes, tensors_of(key, several)))
                     found[key] = _Storage(size, position.get(owner, -1), [], False, repeated)
                 if touched is not node or not found[key].repeated:
                     found[key].touched.append(i)
@@ -114,8 +136,14 @@ class _Chain:
                 inside.append((storage.size_bytes, here[0], here[-1]))
         return crossing + most_at_once(inside)
 
-    def places(self) -> list[int]:
-        """Return positions before which the chain can be cut, at most `_MOST_PLACES`: those that little memory crosses.
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for chains that are cut alike."""
+        return tuple((s.size_bytes, s.made, *s.touched, s.outlives, s.repeated, s.fused) for s in self._storages), self.places
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Positions before which the chain can be cut, at most `_MOST_PLACES`: those that little memory crosses.
 
         No collective is in flight there, see [Note: Collectives].
         """
@@ -134,25 +162,23 @@ class _Chain:
         ]
         length = max(1, -(-len(allowed) // _MOST_PLACES))
         groups = (allowed[i : i + length] for i in range(0, len(allowed), length))
-        return [min(group, key=crossing.__getitem__) for group in groups]
+        return tuple(min(group, key=crossing.__getitem__) for group in groups)
 
 
 class _Pieces:
     """The ways to cut a chain into at most `_MOST_PIECES` pieces. least_bytes: what the largest piece needs at the best."""
 
     def __init__(self, chain: _Chain) -> None:
-        self._nodes = chain.nodes
-        self._ends = [0, *chain.places(), len(chain.nodes)]
+        self._ends = [0, *chain.places, len(chain.nodes)]
         pairs = itertools.combinations(range(len(self._ends)), 2)
         self._need = {(i, j): chain.need_bytes(self._ends[i], self._ends[j]) for i, j in pairs}
         # The more a piece may need, the fewer pieces do: so the least limit is found by bisection.
         limits = sorted(set(self._need.values()))
         self.least_bytes = limits[bisect.bisect_left(limits, True, key=lambda limit: self._cuts(limit) is not None)]
 
-    def within(self, limit_bytes: float) -> list[list[Node]]:
-        """Return the fewest pieces of which none needs more than the limit, which is not below `least_bytes`."""
-        cuts = self._cuts(limit_bytes) or [0, len(self._ends) - 1]
-        return [list(self._nodes[self._ends[i] : self._ends[j]]) for i, j in itertools.pairwise(cuts)]
+    def within(self, limit_bytes: float) -> list[int]:
+        """Return where the fewest pieces end of which none needs more than the limit, which is not below `least_bytes`."""
+        return [self._ends[i] for i in self._cuts(limit_bytes) or (0, len(self._ends) - 1)]
 
     def _cuts(self, limit_bytes: float) -> list[int] | None:
         """Return the ends of the fewest pieces, of those the ones that need least in all; None if there are too many."""

@@ -44,7 +44,7 @@ def lay_out(
     counted: frozenset[str],
 ) -> Program:
     """Number the slots. counted: names of the values of the forward graph, which its `small_bytes` counts."""
-    prefix = phase if identity < 2 else f"{phase}#{identity}"
+    prefix = name_of(phase, identity)
     subgraphs = [each.subgraph for each in stages]
     placeholders = gm.graph.find_nodes(op="placeholder")
     output = gm.graph.output_node()
@@ -102,6 +102,11 @@ def lay_out(
         small_parameter_bytes=_small_bytes(parameters, hints),
         resize=resizer if is_symbolic(placeholders) else None,
     )
+
+
+def name_of(phase: Phase, identity: int) -> str:
+    """Return the name of a graph."""
+    return phase if identity < 2 else f"{phase}#{identity}"
 
 
 def results_of(gm: GraphModule) -> list[Node]:

@@ -245,10 +245,11 @@ def _path(nodes: list[Node]) -> str:
     Tiles are numbered, from `head.tile1` on; what comes before the first one is `head.tile0`.
     """
     tile = tile_of(nodes[-1])  # the first ones may be constants
-    return _path_of_modules(nodes) if tile is None else f"{_path_of_modules(nodes)}.tile{tile[1] + 1}"
+    return path_of_modules(nodes) if tile is None else f"{path_of_modules(nodes)}.tile{tile[1] + 1}"
 
 
-def _path_of_modules(nodes: list[Node]) -> str:
+def path_of_modules(nodes: list[Node]) -> str:
+    """Return the path of the modules that operators came from."""
     working = [n for n in nodes if is_heavy(n)] or [n for n in nodes if module_path(n)] or nodes
     paths = list(dict.fromkeys(p for p in map(module_path, working) if p))
     if not paths:

@@ -40,7 +40,7 @@ from teraio.stages.rows import MEAN, NO_REDUCTION, ROWS, Part, Rows, part_of, pl
 _log = logging.getLogger("teraio")
 
 _NOWHERE = Rows(-1)
-_TILES = "teraio_tiles"  # of a product that begins a region, in `meta`: the number of tiles
+_TILES = "teraio_tiles"  # of a product that begins a region, in `meta`: the number of tiles, and what it needs without
 
 _LEAST_ROWS = 256  # of a tile: with fewer, matrix products become slow
 _MOST_TILES = 64
@@ -89,24 +89,45 @@ def mark(graph: Graph, *, above_bytes: int, fuses: bool) -> None:
         region = _region(product, forward)
         if region is None or taken & region.members.keys():
             continue
-        tiles = region.tiles(above_bytes=above_bytes, fuses=fuses)
+        tiles, whole_bytes = region.tiles(above_bytes=above_bytes, fuses=fuses)
         if tiles > 1:
             taken |= region.members.keys()
-            product.meta[_TILES] = tiles
+            product.meta[_TILES] = tiles, whole_bytes
             for node in region.recomputed:
                 if "recompute" not in node.meta:  # the user's own checkpoints hold
                     node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=identity)
 
 
-def tile(graph: Graph) -> None:
-    """Have what is marked in a forward or a backward graph run in tiles. Changes `graph`."""
+@dataclass(frozen=True, slots=True)
+class InTiles:
+    """A region that runs in so many `tiles`. whole_bytes: what it would need at once, by estimate. operators: its nodes.
+    again: those of them that the forward pass has run before.
+    """
+
+    tiles: int
+    whole_bytes: int
+    operators: Collection[Node]
+
+    @property
+    def again(self) -> list[Node]:
+        return [node for node in self.operators if node.meta.get("partitioner_tag") == "is_forward"]
+
+
+def tile(graph: Graph) -> Iterator[InTiles]:
+    """Have what is marked in a forward or a backward graph run in tiles. Yields each region before it changes `graph` for it.
+
+    All of them have to be taken.
+    """
     for product in [node for node in graph.nodes if _TILES in node.meta]:
         region = _region(product, dict.fromkeys(node for node in graph.nodes if node.op == "call_function"))
         rows, columns = product.meta["val"].shape
         if region is None:
             _log.warning("a product of %s x %s stays whole: no rule says how what follows is computed by rows", rows, columns)
             continue
-        _Tiling(region, product.meta[_TILES]).write()
+        tiles, whole_bytes = product.meta[_TILES]
+        tiling = _Tiling(region, tiles)
+        yield InTiles(tiling.count, whole_bytes, region.members)
+        tiling.write()
         graph.eliminate_dead_code()
 
 
@@ -176,45 +197,41 @@ class _Region:
         return agree and all(isinstance(v := node.meta.get("val"), torch.Tensor) and v.is_contiguous() for node in self.exits)
 
     @cached_property
-    def storages(self) -> Mapping[Node, object]:
-        """The storage of each result."""
-        return storages_of(list(self.members))
+    def _results(self) -> tuple[Mapping[Node, object], set[object]]:
+        """The storage of each result, and those that others take."""
+        storages = storages_of(list(self.members))
+        return storages, {storages[node] for node in self.exits}
 
     @property
     def recomputed(self) -> list[Node]:
         """What is large and not a result, or the product itself: the backward pass computes it again, in tiles."""
-        results = {self.storages[node] for node in self.exits} - {self.storages[self.product]}
-        return [node for node in self.large if self.storages[node] not in results]
+        storages, results = self._results
+        return [node for node in self.large if storages[node] not in results - {storages[self.product]}]
 
-    @property
-    def stay_bytes(self) -> int:
-        """What a tile needs however few rows it has: what the region takes as a whole, with its gradients, and what it gives."""
+    def tiles(self, *, above_bytes: int, fuses: bool) -> tuple[int, int]:
+        """Return into how many tiles it is divided, so many that what follows the number of rows is no longer what counts, and
+        what it needs at once without.
+
+        1 if that is no more than `above_bytes`, if all that is large is its results, or if tiles need more than half.
+        """
+        storages, results = self._results
         taken = {source for node in self.members for source in node.all_input_nodes if source not in self.members}
         by_rows = {source for part in self.members.values() if part is not None for source in part.inputs}
-        operands = {source for node in self.members if is_heavy(node) for source in node.all_input_nodes}
-        weights = (operands & taken) - by_rows
-        longer = sum(max(4 * _elements(weight) - output_bytes(weight), 0) for weight in weights)  # sums have 32 bits
-        return 2 * sum(map(output_bytes, taken)) + longer + sum(map(output_bytes, self.exits))
-
-    def tiles(self, *, above_bytes: int, fuses: bool) -> int:
-        """Return into how many tiles it is divided: so many that what follows the number of rows is no longer what counts.
-
-        1 if all of it needs no more than `above_bytes`, if all that is large is its results, or if tiles need more than half.
-        """
-        storages, results = self.storages, {self.storages[node] for node in self.exits}
-        if all(storages[node] in results for node in self.large):
-            return 1
-        # What a product makes or takes is in memory, and so is its gradient.
         touched = {n for node in self.members if is_heavy(node) for n in (node, *node.all_input_nodes)}
+        weights = (touched & taken) - by_rows
+        longer = sum(max(4 * _elements(weight) - output_bytes(weight), 0) for weight in weights)  # sums have 32 bits
+        taken_bytes = sum(map(output_bytes, taken))
+        # What a product makes or takes is in memory, and so is its gradient.
         count = len({storages[node] for node in self.large if node in touched})
         grows = 2 * count * (output_bytes(self.product) if fuses else max(map(output_bytes, self.large)))
-        stays = self.stay_bytes
-        if grows + stays <= above_bytes:
-            return 1
+        # However few rows a tile has: what the region takes as a whole, with its gradients, and what it gives.
+        stays = 2 * taken_bytes + longer + sum(map(output_bytes, self.exits))
         halves = (grows - stays) / 2  # what may grow so that all is half of it
-        wanted = 1 << max(0, math.ceil(math.log2(grows / min(stays, halves)))) if halves > 0 else 1
+        if grows + stays <= above_bytes or halves <= 0 or all(storages[node] in results for node in self.large):
+            return 1, grows + taken_bytes
+        wanted = 1 << max(0, math.ceil(math.log2(grows / min(stays, halves))))
         found = min(wanted, _MOST_TILES, max(self.rows // _LEAST_ROWS, 1))
-        return found if grows / found <= halves else 1
+        return found if grows / found <= halves else 1, grows + taken_bytes
 
 
 def _region(product: Node, inside: Collection[Node]) -> _Region | None:
@@ -323,6 +340,11 @@ class _Tiling:
         self._slices: dict[tuple[Node, Rows], list[Node]] = {}
         self._memory: dict[Node, Node] = {}
         self._writes: dict[Node, list[Node]] = {}
+
+    @property
+    def count(self) -> int:
+        """How many tiles there are."""
+        return len(self._borders)
 
     def write(self) -> None:
         """Write what comes before the tiles, the tiles, and what comes after them."""

@@ -15,7 +15,7 @@ from planner.simulator import MemoryChange, Timeline, Transfer
 from teraio.cli.lengths import lengths_of_plan
 from teraio.cli.output import Data, format_bytes
 from teraio.cli.plan_summary import summarise_moves, summarise_plan
-from teraio.cli.trace_summary import block_summaries, idlest_blocks
+from teraio.cli.trace_summary import block_summaries, idlest_blocks, tiles_of
 from teraio.watching import IterationStats, read_csv
 
 _ROWS = 12  # stalls and idle blocks of which a report has the first ones
@@ -60,6 +60,7 @@ def _facts(plan: Plan, trace: Trace) -> Data:
         "hardware": trace.hardware.name,
         "peak_bytes": max(live_bytes(trace)),
         "floor_bytes": planner.floor(trace)[0],
+        "tiles": tiles_of(trace),
         "links": summary["links"],
         "critical": summary["critical"]["seconds"],
         "stalls": summary["stalls"][:_ROWS],

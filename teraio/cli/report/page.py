@@ -144,6 +144,7 @@ def _origin(report: Data) -> str:
     told, facts = f"Policy {report['policy']}.", report["facts"]
     if facts is not None:
         told += f" Hardware: {facts['hardware']}."
+        told += f" In tiles: {facts['tiles']['words']}." if facts["tiles"]["words"] else ""
         told += f" The trace was made by {facts['created_by']}." if facts["created_by"] else ""
     return f'<p class="faint">{_text(told)}</p>'
 

@@ -218,6 +218,7 @@ LATER: dict[str, tuple[tuple[str | int, ...], object, bool]] = {
     "subgroup_bytes": ((), 1000, False),
     "lengths": ((), {"lowest": [1], "highest": [10], "block_bytes": [{"id": 0, "coefficients": [0, 1]}]}, False),
     "not_recomputed": ((), [{"stage": 0, "reason": "draws random numbers"}], False),
+    "tiled": ((), [{"what": "forward/head", "tiles": 8, "whole_bytes": 10, "again_seconds": 0.25}], False),
 }
 """Fields that came after the first files: their places in the hand-made chain, values, and whether plans depend on them."""
 

@@ -222,7 +222,25 @@ def test_sizes_and_times_are_functions_of_the_length() -> None:
         capture(functools.partial(trainings.of_lengths, dynamic=False), hardware=on_cpu("h100"), lengths=(64, 256))
 
 
+def test_a_budget_has_what_is_too_large_for_it_in_tiles() -> None:
+    class Predictor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(4096, 128), nn.Linear(128, 4096, bias=False)
+
+        def forward(self, words: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.head(self.embed(words)), words)
+
+    words = torch.zeros(2048, dtype=torch.long)
+    plain, tiled = (capture(Predictor(), (words,), hardware=on_cpu("h100"), device_bytes=size) for size in (None, 40 << 20))
+    assert not plain.tiled and {each.what.partition(".")[0] for each in tiled.tiled} == {"forward/head", "backward/head"}
+    whole_bytes, _ = planner.floor(plain)
+    assert planner.floor(tiled)[0] < 40 << 20 < whole_bytes == pytest.approx(tiled.tiled[0].whole_bytes, rel=0.2)
+
+
 def test_a_count_of_nothing_is_refused() -> None:
+    with pytest.raises(teraio.OptionsError, match="found device_bytes=0, wanted a budget: 1 or more"):
+        capture(training, device_bytes=0)
     with pytest.raises(teraio.OptionsError, match="found samples=0, wanted how many a step processes"):
         capture(training, samples=0)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from planner import Budgets, NotRecomputed, Plan, plan
-from planner.schema import SolverReport
+from planner.schema import SolverReport, Tiled
 
 from ...planner.traces import block, by_hand, hand, hardware, layers, links, move, staged, subgroup, trace
 from ..conftest import RunCommand
@@ -287,6 +287,25 @@ def test_what_runs_again_what_could_and_why_not(run: RunCommand, tmp_path: Path)
     assert has_line(text, r"it draws random numbers +2 +forward/1")
     traced.rebuilt(recompute=(), not_recomputed=()).save(trace_file)
     assert "recomputed" not in run("inspect", trace_file).out
+
+
+def test_what_runs_in_tiles_is_said_in_words(run: RunCommand, tmp_path: Path) -> None:
+    """By inspect, advise and report: what, in how many tiles, what that gains and what it costs."""
+    head = [Tiled(what=f"{graph}/head", tiles=8, whole_bytes=1 << 30, again_seconds=again) for graph, again in GRAPHS]
+    traced = layers().model_copy(update={"tiled": tuple(head)})
+    said = "head in 8 tiles: floor 1.00 GiB → 30 B, 20.0% slower"
+    trace_file, plan_file = saved(tmp_path, traced, plan(traced, Budgets(device_bytes=31)))
+    assert has_line(run("inspect", trace_file).out, f"in tiles +{said}")
+    found = run("inspect", trace_file, "--json").json["tiles"]
+    assert (found["floor_bytes"], [each["what"] for each in found["layers"]]) == (1 << 30, ["forward/head", "backward/head"])
+    assert has_line(run("advise", trace_file, "--device", "31").out, f"in tiles +{said}")
+    run("report", plan_file, "--trace", trace_file, "-o", tmp_path / "page.html")
+    assert f"In tiles: {said}" in (tmp_path / "page.html").read_text()
+    layers().save(trace_file)
+    assert "tiles" not in run("inspect", trace_file).out
+
+
+GRAPHS = (("forward", 0.0), ("backward", 1.0))
 
 
 def test_moves_and_stalls_are_numbered_with_the_stages_that_run_again(run: RunCommand, tmp_path: Path) -> None:

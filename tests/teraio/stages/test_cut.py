@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from teraio.stages import CutPolicy, cost, cut, operators, speed_of
+from teraio.stages import CutPolicy, StageCompiler, cost, cut, operators, speed_of
 from teraio.stages import compile as compiling
 
 from .graphs import (
@@ -159,6 +159,26 @@ def test_a_graph_is_cut_for_the_largest_batch_that_is_promised_whichever_comes_f
         return count(forward.fresh(), policy)
 
     assert count_of(8, promised=True) == count_of(1 << 16, promised=True) > count_of(8, promised=False)
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_no_stage_needs_more_than_it_may_where_a_cut_helps(fuses: bool) -> None:
+    """Layers are alike, so that no stage is far above the others; but each may be cut into what fits."""
+    for captured in transformer(3):
+        needs = needs_of(captured, fuses=fuses)
+        limit = int(0.9 * max(needs))
+        limited = needs_of(captured, fuses=fuses, most_bytes=limit)
+        assert max(limited) <= limit and len(limited) > len(needs)
+        assert needs_of(captured, fuses=fuses, most_bytes=2 * max(needs)) == needs
+        least = needs_of(captured, fuses=fuses, most_bytes=1)  # no cut helps that much: as low as it is worth
+        assert max(least) < 1.25 * max(limited)
+
+
+def needs_of(captured: Captured, *, fuses: bool, most_bytes: int | None = None) -> list[int]:
+    """What each stage needs."""
+    compiler = StageCompiler(codegen="eager", policy=HEAVY, fuses=fuses, most_bytes=most_bytes)
+    stages = compiler.compile(captured.fresh(), phase="forward", options={}).stages
+    return [stage.input_bytes + stage.output_bytes + stage.workspace_bytes for stage in stages]
 
 
 def test_a_graph_without_known_modules_is_cut_as_finely_as_its_layers_would_be() -> None:

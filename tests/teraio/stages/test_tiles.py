@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
+import planner
 from teraio.stages import StageCompiler, operators, rows, tiles
 
 from .graphs import FINE, Captured, capture
@@ -284,7 +285,7 @@ def captured(model: nn.Module, *, fuses: bool, above_bytes: int = 0, batch: int 
 def tiled(graph: Captured) -> tuple[GraphModule, int]:
     """The graph in tiles, and how many there are."""
     fresh = graph.fresh()
-    tiles.tile(fresh.graph)
+    list(tiles.tile(fresh.graph))
     numbers = {operators.tile_of(node) for node in fresh.graph.nodes} - {None}
     tiles.settle(fresh.graph)
     fresh.recompile()
@@ -360,3 +361,19 @@ def test_equal_tiles_are_compiled_once(fuses: bool) -> None:
     assert len({id(stage.run) for stage in numbered}) < 0.7 * len(numbered), "tiles share no function"
     written = [stage for stage in numbered if stage.mutates]
     assert written and not any(stage.repeatable for stage in written)
+
+
+def test_what_runs_in_tiles_is_known_with_its_cost(fuses: bool) -> None:
+    """A head of 1,100 words: the backward pass makes the scores again, one product of three; without, they are there at once."""
+    compiler = StageCompiler(codegen="eager", policy=FINE, fuses=fuses)
+    for each in captured(Model(flat_loss), fuses=fuses):
+        compiler.compile(each.fresh(), phase=each.phase, options={})
+    names = ("forward/head", "backward/head", "other")
+    stages = [planner.Stage(id=i, name=name, phase="user", duration_seconds=1.0) for i, name in enumerate(names)]
+    hardware = planner.Hardware(name="made up", device_memory_bytes=1)
+    forward, backward = compiler.tiled(planner.Trace(name="made up", hardware=hardware, stages=stages))
+    assert forward.tiles == backward.tiles > 1 and forward.what.startswith("forward/") and backward.what.startswith("backward/")
+    assert forward.again_seconds == 0.0 < backward.again_seconds < 1.0
+    scores = 4 * BATCH * WORDS * CLASSES
+    assert 2 * scores <= backward.whole_bytes < 2.2 * scores
+    assert not compiler.tiled(planner.Trace(name="made up", hardware=hardware, stages=[stages[2].model_copy(update={"id": 0})]))
