@@ -5,7 +5,7 @@ And, by native code, other memory for tensors.
 
 from runtime.system import native, storage_swap
 from runtime.system.annotation import Name, annotate, first_of
-from runtime.system.garbage import QuietCollector, all_objects
+from runtime.system.garbage import QuietCollector, all_objects, frozen
 from runtime.system.host_pages import (
     PIN_CHUNK_BYTES,
     CudaPinner,
