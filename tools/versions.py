@@ -100,7 +100,13 @@ def outcome(step: str, status: int, said: str) -> list[int]:
 def tried(folder: Path) -> dict[str, Any]:
     """Run all steps in an environment, and return what was found."""
     python = str((folder / "bin" / "python").absolute())
-    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+    # Inductor compiles in the process itself: starting others for it takes longer than they save.
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     environment = {**settings, **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     asked = subprocess.run([python, "-c", _ASK], check=True, capture_output=True, text=True)
     version, torch, cuda = json.loads(asked.stdout)
