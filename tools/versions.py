@@ -1,6 +1,7 @@
 """Tries teraio with versions of Python and PyTorch, and writes down what was found: docs/versions.json and docs/versions.md.
 
-python -m tools.versions [--python EXECUTABLE ...] [--torch VERSION ...] [--environment FOLDER ...] [--keep] [--pip-args ARGS]
+python -m tools.versions [--python EXECUTABLE ...] [--torch VERSION ...] [--environment FOLDER ...] [--step STEP ...] [--keep]
+    [--pip-args ARGS]
 
 Makes an environment under build/versions for each pair, unless existing ones are named, and removes it afterwards. In each, a
 core of the tests, the demo with few steps, and two real models up to their plans run, one after the other. Exit status 1 if
@@ -97,8 +98,8 @@ def outcome(step: str, status: int, said: str) -> list[int]:
     return [counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0)]
 
 
-def tried(folder: Path) -> dict[str, Any]:
-    """Run all steps in an environment, and return what was found."""
+def tried(folder: Path, steps: Sequence[str]) -> dict[str, Any]:
+    """Run steps in an environment, and return what was found."""
     python = str((folder / "bin" / "python").absolute())
     # Inductor compiles in the process itself: starting others for it takes longer than they save.
     settings = {
@@ -111,9 +112,9 @@ def tried(folder: Path) -> dict[str, Any]:
     asked = subprocess.run([python, "-c", _ASK], check=True, capture_output=True, text=True)
     version, torch, cuda = json.loads(asked.stdout)
     cell: dict[str, Any] = {"python": version, "torch": torch, "cuda": cuda, "date": str(datetime.date.today())}
-    for step, arguments in STEPS.items():
+    for step in steps:
         print(f"== Python {version}, torch {torch}: {step}", flush=True)
-        done = subprocess.run([python, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run([python, *STEPS[step]], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         said = done.stdout + done.stderr
         BUILD.mkdir(parents=True, exist_ok=True)
         (BUILD / f"python-{version}-torch-{torch}-{step}.log").write_text(said)
@@ -124,7 +125,13 @@ def tried(folder: Path) -> dict[str, Any]:
 
 
 def merged(cells: Sequence[Mapping[str, Any]], cell: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the cells with that one in the place of an earlier run on the same versions, in the order of the table."""
+    """Return the cells with that one in the place of an earlier run on the same versions, in the order of the table.
+
+    Steps that it has not run stay as they were found on the same day.
+    """
+    for each in cells:
+        if all(each[name] == cell[name] for name in ("python", "torch", "cuda", "date")):
+            cell = {**each, **cell}
     return sorted([*(each for each in cells if _place(each) != _place(cell)), cell], key=_place)
 
 
@@ -150,11 +157,17 @@ def page(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _text(cell: Mapping[str, Any]) -> str:
-    failed = {step: counts[1] for step in STEPS if (counts := cell[step])[1] or not counts[0]}
-    told = f"{cell['core'][0]} tests, demo, {cell['models'][0]} models"
-    if failed:
-        told = "**failed:** " + ", ".join(f"{step} {count} of {sum(cell[step])}" for step, count in failed.items())
+    ran = [step for step in STEPS if step in cell]
+    told = ", ".join({"core": "{} tests", "demo": "demo", "models": "{} models"}[step].format(cell[step][0]) for step in ran)
+    if failed := [step for step in ran if _failed(cell[step])]:
+        told = "**failed:** " + ", ".join(f"{step} {cell[step][1]} of {sum(cell[step])}" for step in failed)
+    if missing := [step for step in STEPS if step not in ran]:
+        told += f"; {', '.join(missing)} not run"
     return f"{told} ({cell['python']}, {cell['date']})"
+
+
+def _failed(counts: Sequence[int]) -> bool:
+    return counts[1] > 0 or counts[0] == 0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -165,6 +178,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--python", action="append", help="an interpreter (default: those of 3.11 to 3.13 that are there)")
     parser.add_argument("--torch", action="append", help=f"a version (default: {', '.join(TORCHES)})")
     parser.add_argument("--environment", type=Path, action="append", help="an existing one, in place of those")
+    parser.add_argument("--step", action="append", choices=STEPS, help="what to run (default: all)")
     parser.add_argument("--keep", action="store_true", help="leave the environments that were made")
     parser.add_argument("--pip-args", type=shlex.split, default=[], help="handed to pip install")
     options = parser.parse_args(arguments)
@@ -177,7 +191,7 @@ def main(arguments: Sequence[str]) -> int:
                 python, torch = given
                 instead = "name an environment that has one by --environment"
                 environment(folder, python, torch, PACKAGES, pip_args=options.pip_args, instead=instead)
-            cell = tried(folder)
+            cell = tried(folder, options.step or [*STEPS])
         except SystemExit as refusal:
             print(f"{folder.name}: {refusal}", file=sys.stderr)
             failed = True
@@ -188,7 +202,7 @@ def main(arguments: Sequence[str]) -> int:
         cells = merged(json.loads(FOUND.read_text()) if FOUND.exists() else [], cell)
         FOUND.write_text(json.dumps(cells, indent=1) + "\n")
         PAGE.write_text(page(cells))
-        failed = failed or any(cell[step][1] or not cell[step][0] for step in STEPS)
+        failed = failed or any(_failed(cell[step]) for step in options.step or STEPS)
     return int(failed)
 
 
