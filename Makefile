@@ -44,7 +44,7 @@ setup: $(READY)  ## build the environment (every other target does this by itsel
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
-	  f"Python >= 3.11 is needed, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=/path/to/python3.11")'
+	  "Python >= 3.11 is needed, $(PYTHON) is %s: make PYTHON=/path/to/python3.11" % sys.version.split()[0])'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --no-compile $(PIP_ARGS) -c constraints.txt $(TORCH)
 	$(VENV)/bin/python -m pip install -q --no-compile $(PIP_ARGS) -c constraints.txt -e '.[dev]'

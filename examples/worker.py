@@ -45,7 +45,7 @@ class Worker:
         setting: Setting,
         log: Path,
         environment: Mapping[str, str] | None = None,
-        patience_seconds: float = 300.0,
+        patience_seconds: float = 1200.0,
         program: str = "examples.worker",
         limit_seconds: float | None = None,
     ) -> None:

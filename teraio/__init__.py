@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if sys.version_info < (3, 11):  # noqa: UP036 (found by a path: pip would have said so)
     raise ImportError(f"teraio works with Python 3.11 and later, and this is Python {sys.version.split()[0]}")
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from typing import Literal, Unpack
 
     import torch
 

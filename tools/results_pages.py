@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,49 +25,76 @@ _CPU = "2026-11-21T135641-amd_epycx2-stage_overhead-budget_sweep-rss-prediction-
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A training of the README's table. size: of the Llama. percent: of the memory that it takes by itself, 100 for all of it.
+class Measured:
+    """A training of the README's table on an H100. session, training: in the file. part: of the benchmarks, that trains it."""
+
+    session: int
+    training: str
+    model: str
+    told: str
+    part: str
+
+
+_PLANNED = "2026-11-27T014800-h100-planned.json"
+_PART_OF_8B = "gpu_headline --size llama-3-8b --each 5 --minutes 15"
+_OF_1B = "Llama-3.2-1B, H100"
+MEASURED = (
+    Measured(3, "8b-46", "Llama-3-8B, H100", "**teraio**; all that it takes: 92 GiB", _PART_OF_8B),
+    Measured(1, "1b-inductor", _OF_1B, "Inductor, all the memory that it takes", "gpu_headline"),
+    Measured(1, "1b-ckpt", _OF_1B, "Inductor, checkpointing", "gpu_budgets"),
+    Measured(1, "1b-70", _OF_1B, "**teraio**", "gpu_budgets"),
+    Measured(3, "1b-50p", _OF_1B, "**teraio**", "gpu_headline"),
+    Measured(3, "1b-30", _OF_1B, "**teraio**", "gpu_headline"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Emulated:
+    """A training of the README's table on the emulated H100. percent: of the memory that it takes by itself, 100 for all of it.
     way: as the benchmark names it."""
 
-    file: str
-    size: str
     percent: int
     way: str
     told: str
 
 
 _8B = "2026-11-24T233809-amd_epycx2-emulated.json"
-_1B = tuple(f"2026-11-26T{time}-intel_r__xeon_r__processorx2-emulated.json" for time in ("164134", "202336", "202904"))
-_TORCHAO, _FSDP = "torchao, CPUOffloadOptimizer, checkpointing", "FSDP2, CPUOffloadPolicy, checkpointing"
-ROWS = (
-    Row(_8B, "llama-3-8b", 100, "", "all the memory that it takes, more than the GPU has"),
-    Row(_8B, "llama-3-8b", 50, "teraio, host", "**teraio**"),
-    Row(_8B, "llama-3-8b", 30, "teraio, host", "**teraio**"),
-    Row(_8B, "llama-3-8b", 30, _TORCHAO, "torchao's `CPUOffloadOptimizer`, checkpointing"),
-    Row(_8B, "llama-3-8b", 30, _FSDP, "FSDP2's `CPUOffloadPolicy`, checkpointing"),
-    Row(_8B, "llama-3-8b", 50, "checkpointing", "checkpointing"),
-    Row(_1B[1], "llama-3.2-1b", 100, "", "all the memory that it takes"),
-    Row(_1B[1], "llama-3.2-1b", 50, "checkpointing", "checkpointing"),
-    Row(_1B[1], "llama-3.2-1b", 50, "teraio, host", "**teraio**"),
-    Row(_1B[2], "llama-3.2-1b", 30, "teraio, host", "**teraio**"),
-    Row(_1B[0], "llama-3.2-1b", 30, "checkpointing", "checkpointing"),
+EMULATED = (
+    Emulated(100, "", "all the memory that it takes, more than the GPU has"),
+    Emulated(50, "teraio, host", "**teraio**"),
+    Emulated(30, "teraio, host", "**teraio**"),
+    Emulated(30, "torchao, CPUOffloadOptimizer, checkpointing", "torchao's `CPUOffloadOptimizer`, checkpointing"),
+    Emulated(30, "FSDP2, CPUOffloadPolicy, checkpointing", "FSDP2's `CPUOffloadPolicy`, checkpointing"),
+    Emulated(50, "checkpointing", "checkpointing"),
 )
-MODELS = {"llama-3-8b": "Llama-3-8B, emulated H100", "llama-3.2-1b": "Llama-3.2-1B, emulated H100"}
 
 
 def results_table() -> str:
     """Return the README's table: what memory each technique takes, and how fast it is."""
     lines = ["| training | technique | GiB | tokens/s | command: `python -m benchmarks` … |", "|---|---|---|---|---|"]
-    for row in ROWS:
-        gib, speed = _emulated(row)
-        lines.append(f"| {MODELS[row.size]} | {row.told} | {gib} | {speed} | `{_command(row)}` |")
-    return "\n".join([*lines, *_on_cpu()])
+    return "\n".join([*lines, *_on_h100(), *(_emulated(row) for row in EMULATED), *_on_cpu()])
 
 
-def _emulated(row: Row) -> tuple[str, str]:
+def _on_h100() -> Iterator[str]:
+    """Yield the rows of the trainings on a real H100."""
+    trainings = {(each["session"], each["training"]): each for each in json.loads((RESULTS / _PLANNED).read_text())["trainings"]}
+    for row in MEASURED:
+        training = trainings[row.session, row.training]
+        speed = training["groups"][0]["tokens"] / median(group["seconds"] for group in training["groups"])
+        gib = _gib(training["report"]["peak_reserved_bytes"] / 1e9)
+        yield f"| {row.model} | {row.told} | {gib} | {speed:,.0f} | `--device cuda {row.part}` |"
+
+
+def _emulated(row: Emulated) -> str:
+    """Return the row of a training on the emulated H100."""
+    gib, speed = _emulated_figures(row)
+    return f"| Llama-3-8B, emulated H100 | {row.told} | {gib} | {speed} | `{_command(row)}` |"
+
+
+def _emulated_figures(row: Emulated) -> tuple[str, str]:
     """Return GiB and tokens per second of an emulated training."""
-    figures, tokens = _figures(row.file)
-    name = f"{_H100}, {row.size}, "
+    figures, tokens = _figures(_8B)
+    name = f"{_H100}, llama-3-8b, "
     if row.percent == 100:
         half = _gigabytes(figures[f"{name}50 %, teraio, host: reserved / budget"])[1]
         return _gib(2 * half), f"{tokens / figures[f'{name}eager without a budget']['value']:,.0f}"
@@ -78,9 +106,9 @@ def _emulated(row: Row) -> tuple[str, str]:
     return _gib(_gigabytes(figures[f"{name}: reserved / budget"])[0]), f"{tokens / figures[name]['value']:,.0f}"
 
 
-def _command(row: Row) -> str:
+def _command(row: Emulated) -> str:
     way = f'--percent {row.percent} --way "{row.way}"' if row.way else '--percent 50 --way "teraio, host"'
-    return f"emulated --machine h100 --size {row.size} {way}"
+    return f"emulated --machine h100 --size llama-3-8b {way}"
 
 
 def _on_cpu() -> Iterator[str]:

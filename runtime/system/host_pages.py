@@ -132,7 +132,7 @@ class CudaPinner:
                 if failure is not None:
                     raise StorageError(
                         f"cannot pin {size_bytes:,} bytes of host memory: {failure} after {chunk - address:,} bytes (limit on "
-                        f"locked memory: {_locked_limit()}); raise the limit (ulimit -l, or the container's), or lower "
+                        f"locked memory: {locked_limit()}); raise the limit (ulimit -l, or the container's), or lower "
                         "host_budget"
                     )
                 undo.callback(self._unregister, chunk)
@@ -167,6 +167,7 @@ def _in_separate_thread(work: Callable[[], object]) -> None:
         thread.submit(work).result()
 
 
-def _locked_limit() -> str:
+def locked_limit() -> str:
+    """Return how much memory the system lets this process lock, as text."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"

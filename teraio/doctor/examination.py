@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import resource
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from planner.errors import StorageError, TeraioError, UnsupportedError, format_b
 from planner.schema import FrozenModel
 from runtime.cuda import cuda_candidates
 from runtime.storage import HostStore, KvikioStore, load_kvikio
-from runtime.system import CudaPinner, host_limits, machine_cores, native, storage_swap
+from runtime.system import CudaPinner, host_limits, locked_limit, machine_cores, native, storage_swap
 from runtime.transfer import Engine, LinkRates, TorchMemory, choose_path, cpu_candidates
 
 # note: nothing is wrong, but teraio could do more. slow: it works, slower than it should. missing: something does not work.
@@ -139,8 +138,6 @@ def _memory() -> Iterator[Finding]:
 
 
 def _pinning() -> Finding:
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    limit = "no limit" if locked == resource.RLIM_INFINITY else f"a limit of {format_bytes(locked)}"
     try:
         HostStore(_PINNED_BYTES, pinner=CudaPinner(torch.device("cuda"))).close()
     except StorageError as error:
@@ -151,7 +148,7 @@ def _pinning() -> Finding:
             effect="copies between GPU and host memory are slower, and wait for the processor",
             remedy="raise the limit on locked memory: ulimit -l unlimited, or docker run --ulimit memlock=-1",
         )
-    return Finding(what="pinned memory", verdict="ok", found=f"works; {limit} on locked memory")
+    return Finding(what="pinned memory", verdict="ok", found=f"works; limit on locked memory: {locked_limit()}")
 
 
 _SLOW = 1e9  # bytes per second in each direction, while both are busy, below which a drive holds most trainings up

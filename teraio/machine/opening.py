@@ -28,8 +28,9 @@ def open_machine(options: Options, device: torch.device, shared: Shared | None =
     Raises OptionsError, UnsupportedError for devices that are neither CPU nor GPU, StorageError, StorageFullError, RankError.
     """
     shared = shared or Shared()
-    if device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"teraio does not know devices of type {device.type!r}; train on cpu or cuda")
+    kind = "rocm" if device.type == "cuda" and torch.version.hip else device.type  # PyTorch for AMD's GPUs calls them "cuda"
+    if kind not in ("cpu", "cuda"):
+        raise UnsupportedError(f"teraio does not know devices of type {kind!r}; train on cpu or cuda, an NVIDIA GPU")
     budgets = resolve_budgets(options, *seen_by_ranks(options, device, ranks))
     if device.type == "cpu":
         opened = open_cpu(options, budgets, shared)

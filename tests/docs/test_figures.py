@@ -18,6 +18,19 @@ RECOMPUTE = RESULTS / "2026-11-23T062436-amd_epycx2-planner_recompute.json"
 BOUNDS = [RESULTS / f"2026-11-23T{time}-amd_epycx2-planner_bound.json" for time in ("092605", "095404")]
 
 
+def test_pages_tell_no_more_tests_than_there_are(request: pytest.FixtureRequest) -> None:
+    """Counted are those that pytest has collected, if it has collected all of a folder or file."""
+    collected = [item.nodeid for item in request.session.items]
+    told = re.findall(r"`(tests/[\w./]+)` \(over (\d+) tests\b", "".join(page.text for page in DOCS.values()))
+    assert len(told) > 5
+    for path, count in told:
+        files = [ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("test_*.py")
+        names = {str(file.relative_to(ROOT)) for file in files}
+        if names <= {item.partition("::")[0] for item in collected} and not request.config.getoption("keyword"):
+            found = sum(item.partition("::")[0] in names for item in collected)
+            assert found > int(count), f"{path} has {found}"
+
+
 def figures(path: Any) -> dict[str, dict[str, Any]]:
     """The figures of all parts by name."""
     return {figure["name"]: figure for part in json.loads(path.read_text())["results"] for figure in part["figures"]}

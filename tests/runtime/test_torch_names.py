@@ -78,6 +78,12 @@ def test_what_is_not_supported_is_refused_by_a_line(
         torch_names.require_known()
 
 
+def test_only_the_runtime_imports_what_other_systems_lack() -> None:
+    """It refuses these systems first, so that they get that line and no ModuleNotFoundError."""
+    files = {path for package in ("planner", "teraio") for path in (ROOT / package).rglob("*.py")}
+    assert not [path for path in files if re.search(r"^ *(import|from) (fcntl|resource|pwd|termios)\b", path.read_text(), re.M)]
+
+
 @pytest.mark.parametrize("version", ["2.12.0a0+git5c48869", "2.16.0.dev20270101", "3.0.0"])
 def test_newer_versions_are_tried(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)

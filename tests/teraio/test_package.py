@@ -114,6 +114,11 @@ def test_what_is_installed() -> None:
     assert teraio.__version__ == PROJECT["version"] == distribution("teraio").version
 
 
+def test_what_tells_the_version_tells_the_same() -> None:
+    told = [(ROOT / "CITATION.cff", "version: "), (ROOT / "mkdocs.yml", "copyright: teraio ")]
+    assert all(f"\n{before}{PROJECT['version']}" in file.read_text() for file, before in told)
+
+
 def test_every_package_that_is_installed_for_tests_has_one_version() -> None:
     """Otherwise `make test-models` runs with others next month. Not KvikIO, for GPUs. timm is in no extra, see the Makefile."""
     extras = [needed for name, extra in PROJECT["optional-dependencies"].items() if "cuda" not in name for needed in extra]

@@ -70,6 +70,16 @@ def test_the_last_run_on_a_version_counts_and_what_failed_is_shown() -> None:
     ]
 
 
+def test_steps_that_ran_on_one_day_are_one_run_and_what_did_not_run_is_told() -> None:
+    core = {name: value for name, value in cell("3.11.7", "2.13.0").items() if name not in ("demo", "models")}
+    text = versions.page([core])
+    assert "| 10 tests; demo, models not run (3.11.7, 2026-01-02) |" in text
+    (both,) = versions.merged([cell("3.11.7", "2.13.0", failed=3)], core)
+    assert "| 10 tests, demo, 2 models (3.11.7, 2026-01-02) |" in versions.page([both])
+    (later,) = versions.merged([both], {**core, "date": "2026-01-03"})
+    assert "demo, models not run (3.11.7, 2026-01-03)" in versions.page([later])
+
+
 def test_an_environment_that_cannot_be_made_does_not_end_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

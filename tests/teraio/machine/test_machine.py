@@ -247,6 +247,12 @@ def test_what_this_machine_has_not_is_refused_and_nothing_stays(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_gpu_that_pytorch_calls_cuda_and_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    with pytest.raises(UnsupportedError, match="does not know devices of type 'rocm'; train on cpu or cuda, an NVIDIA GPU"):
+        open_machine(parse_options({}), torch.device("cuda"))
+
+
 def test_other_devices_and_directories_that_are_gone_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="devices of type 'meta'; train on cpu or cuda"):
         open_machine(parse_options({}), torch.device("meta"))

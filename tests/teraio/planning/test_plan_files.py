@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import shutil
@@ -17,6 +16,7 @@ from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter, trace
 import planner
 import teraio
 from planner import Budgets, Plan, Trace
+from runtime.system import frozen
 from teraio.planning import plan_files, record_plan, save
 
 from ...training import MIB, mean_square_step, random_rows, weights_of_1_mib
@@ -119,16 +119,16 @@ def test_a_run_records_the_plan_that_it_follows(written: Written, tmp_path: Path
     """As long as it follows one, Python's collector passes over what training holds for long."""
     options = {"memory_budget": 10 * MIB, "storage": tmp_path, "profile_iterations": 1, "plan_out": tmp_path / "plan.json"}
     training = weights_of_1_mib(options, count=12)
-    frozen: dict[str, list[int]] = {}
+    held: dict[str, list[bool]] = {}
 
     def step(batch: Tensor, index: int) -> None:
         mean_square_step(training, batch)
-        frozen.setdefault(teraio.status()[-1].phase, []).append(gc.get_freeze_count())
+        held.setdefault(teraio.status()[-1].phase, []).append(frozen())
 
     training.run(random_rows(8), step, planned=True)
-    assert not any(frozen["profile"]) and frozen["planned"] and all(frozen["planned"])
+    assert not any(held["profile"]) and held["planned"] and all(held["planned"])
     plans = written.artifacts("teraio_plan")
     assert Plan.model_validate_json(plans[-1][1]) == Plan.load(tmp_path / "plan.json")
     assert len(written.artifacts("teraio_plan_summary")) == len(plans)
     training.finish()
-    assert not gc.get_freeze_count()
+    assert not frozen()
