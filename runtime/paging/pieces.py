@@ -25,7 +25,8 @@ from runtime.paging.block import ON_DEVICE, Block
 from runtime.paging.state import PagerPart, PagerState
 
 # For a piece of this part of the budget blocks make way, and then for the smaller ones of its stage: they could take its place.
-_LARGE_SHARE = 64
+# For one as large as that of a stage that had a retry they do, too, down to the second part.
+_LARGE_SHARE, _LEAST_SHARE = 64, 512
 _LOOKED_AT = 12  # so many regions after a retry, each stage is asked whether it had one: that takes as long as ten of its blocks
 _SETTLED = 32  # a stage for which so often in a row none had to make way is looked at only where there are retries
 # After at least so many retries although blocks made way, and one for each so many bytes of the budget, everything leaves: that
@@ -48,6 +49,7 @@ class StagePieces(PagerPart):
         self._seen: set[str] = set()
         self._known: dict[str, _Recorded] = {}
         self._short: set[str] = set()
+        self._short_bytes: int | None = None  # the smallest piece for which stages have had retries
         self._served: dict[str, int] = {}  # how often in a row no block had to make way for a stage
         self._running = ""
         self._new_bytes = 0
@@ -87,7 +89,9 @@ class StagePieces(PagerPart):
         known = self._known.get(what)
         if known is not None and known.new_bytes >= new_bytes:
             served = self._served.get(what, 0)
-            needed = what in self._short or self._is_large(max(known.history, default=0))
+            largest = max(known.history, default=0)
+            as_short = self._short_bytes is not None and largest >= self._short_bytes
+            needed = what in self._short or as_short or self._is_large(largest)
             if needed and (self._looks or served < _SETTLED):
                 self._served[what] = served + 1 if self._gather(pieces, known.history, frozenset(held)) else 0
                 if self._anew or self._in_vain >= self._patience:
@@ -108,8 +112,8 @@ class StagePieces(PagerPart):
                 with contextlib.suppress(DeviceMemoryError):  # the block itself will have to find its memory
                     self._gather(self._device.pieces, (size_bytes,), frozenset())
 
-    def _is_large(self, size_bytes: int) -> bool:
-        return size_bytes >= (self._account.budget_bytes or 0) // _LARGE_SHARE
+    def _is_large(self, size_bytes: int, share: int = _LARGE_SHARE) -> bool:
+        return size_bytes >= (self._account.budget_bytes or 0) // share
 
     def give_up(self) -> None:
         """The stage that began last, if it has not ended, does not run, or runs once more: what was recorded is not all."""
@@ -129,6 +133,9 @@ class StagePieces(PagerPart):
             if self._retries > before:  # its own, or of a block that came back for it
                 self._short.add(what)
                 self._in_vain += what in self._known
+                largest = max(self._known[what].history, default=0) if what in self._known else 0
+                if self._is_large(largest, _LEAST_SHARE):
+                    self._short_bytes = min(largest, self._short_bytes or largest)
 
     def _end_recording(self) -> Sequence[int] | None:
         if not self._recording or self._device.pieces is None:
