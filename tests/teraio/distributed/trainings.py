@@ -327,7 +327,7 @@ def pipeline(options: Options) -> Found:
         schedule.step(rows) if dist.get_rank() == 0 else schedule.step(target=torch.zeros_like(rows), losses=losses)
         return losses
 
-    return train(make, options, steps=6, rows=parts * ROWS, same_rows=True, run_pass=run_pass, local_ranks=1)
+    return train(make, options, steps=6, rows=(parts * ROWS,), same_rows=True, run_pass=run_pass, local_ranks=1)
 
 
 joined = partial(ddp, around=False, epochs=((9, 6), (9, 6)))
