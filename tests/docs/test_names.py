@@ -33,7 +33,13 @@ from .pages import DOCS, PAGES, ROOT, TRACES, Page, each_page
 
 TOP_LEVEL = ("planner", "runtime", "teraio", "tests", "traces", "benchmarks", "examples", "docs", "tools")
 MADE_LATER = {"benchmarks/out"}
-FOREIGN = {"DistributedDataParallel", "GradScaler", "ZeroRedundancyOptimizer"}
+FOREIGN = {
+    "DataCollatorWithFlattening",
+    "DataCollatorWithPadding",
+    "DistributedDataParallel",
+    "GradScaler",
+    "ZeroRedundancyOptimizer",
+}
 FORMATS = {"teraio.trace", "teraio.plan", "teraio.kept_plan"}
 
 
