@@ -88,12 +88,9 @@ class StagePieces(PagerPart):
         self.give_up()
         known = self._known.get(what)
         if known is not None and known.new_bytes >= new_bytes:
-            served = self._served.get(what, 0)
-            largest = max(known.history, default=0)
-            as_short = self._short_bytes is not None and largest >= self._short_bytes
-            needed = what in self._short or as_short or self._is_large(largest)
-            if needed and (self._looks or served < _SETTLED):
-                self._served[what] = served + 1 if self._gather(pieces, known.history, frozenset(held)) else 0
+            if self._looks_at(what, max(known.history, default=0)):
+                served = self._gather(pieces, known.history, frozenset(held))
+                self._served[what] = self._served.get(what, 0) + 1 if served else 0
                 if self._anew or self._in_vain >= self._patience:
                     if not self._anew:
                         self._patience = 2 * self._patience if 2 * self._in_vain > self._regions else self._least_patience
@@ -111,6 +108,12 @@ class StagePieces(PagerPart):
             if threading.get_ident() == self._thread:
                 with contextlib.suppress(DeviceMemoryError):  # the block itself will have to find its memory
                     self._gather(self._device.pieces, (size_bytes,), frozenset())
+
+    def _looks_at(self, what: str, largest: int) -> bool:
+        """Whether blocks make way for a stage whose largest piece that is, if they have to."""
+        settled = not self._looks and self._served.get(what, 0) >= _SETTLED
+        as_short = self._short_bytes is not None and largest >= self._short_bytes
+        return not settled and (what in self._short or as_short or self._is_large(largest))
 
     def _is_large(self, size_bytes: int, share: int = _LARGE_SHARE) -> bool:
         return size_bytes >= (self._account.budget_bytes or 0) // share
