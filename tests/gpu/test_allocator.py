@@ -150,13 +150,14 @@ def test_blocks_make_way_for_pieces_and_the_allocator_finds_them(expandable: Non
         del held[number]
     where, moved = {storage.data_ptr(): number for number, storage in held.items()}, []
 
-    def install(address: int, fresh: torch.UntypedStorage) -> None:
+    def move(address: int, fresh: torch.UntypedStorage) -> None:
+        streams.pieces.copy(address, fresh)
         moved.append(number := where.pop(address))
         held[number], where[fresh.data_ptr()] = fresh, number
 
     with streams.region():
         before = streams.retries
-        streams.pieces.gather([2 * size, 3 * size // 2], lambda: dict.fromkeys(where, size), install)
+        streams.pieces.gather([2 * size, 3 * size // 2], lambda: dict.fromkeys(where, size), move)
         assert moved
         large = [torch.empty(part, dtype=torch.uint8, device=DEVICE) for part in (2 * size, 3 * size // 2)]
         assert streams.retries == before
