@@ -147,8 +147,9 @@ class StageCompiler:
     def _tile(self, graph: Graph, name: str) -> None:
         """Have what is marked run in tiles, and note what that is."""
         speed = self._speed_of(_device(graph))
-        takes = {node: seconds(node, speed) for node in graph.nodes}
+        takes: dict[Node, float] = {}  # of the graph as it is before the first region
         for region in tile(graph):
+            takes = takes or {node: seconds(node, speed) for node in graph.nodes}
             again = 0.0 if name.startswith("forward") else sum(takes[node] for node in region.again)
             self._tiled.append(
                 _Tiled(
