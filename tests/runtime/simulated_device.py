@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import functools
 import random
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -47,7 +48,8 @@ class SimulatedEvent:
 
     def wait(self) -> None:
         while not self.passed:
-            assert self._device.step(), "the host waits for something that nobody does"
+            went_on = self._device.step()  # or another thread's call has meanwhile
+            assert went_on or self.passed, "the host waits for something that nobody does"
 
 
 class Arena:
@@ -174,6 +176,7 @@ class SimulatedDevice:
         self.in_region = False
         self.spared = 0
         self.steps = 0
+        self._turn = threading.RLock()  # threads of an engine wait for events, too
         self.faults: list[str] = []
         self.elsewhere = False
         self.crumbled = False
@@ -183,15 +186,16 @@ class SimulatedDevice:
 
     def step(self) -> bool:
         """Let one lane that can go on do one thing. Returns False if none can."""
-        able = [lane for lane, work in self.lanes.items() if work and (work[0][0] is None or work[0][0].passed)]
-        if not able:
-            assert not any(self.lanes.values()), "all lanes wait for one another"
-            return False
-        (lane,) = self.draw.choices(able, [self.speeds[lane] for lane in able])
-        _, action = self.lanes[lane].popleft()
-        self.steps += 1
-        action()
-        return True
+        with self._turn:
+            able = [lane for lane, work in self.lanes.items() if work and (work[0][0] is None or work[0][0].passed)]
+            if not able:
+                assert not any(self.lanes.values()), "all lanes wait for one another"
+                return False
+            (lane,) = self.draw.choices(able, [self.speeds[lane] for lane in able])
+            _, action = self.lanes[lane].popleft()
+            self.steps += 1
+            action()
+            return True
 
     def go_on(self, steps: int) -> None:
         for _ in range(steps):
