@@ -7,6 +7,7 @@ where can be foreseen, but not chosen.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -289,18 +290,25 @@ def _cut(holes: list[int], place: int, size_bytes: int) -> None:
         insort(holes, left)
 
 
-def history_of(events: Iterable[Mapping[str, Any]], least_bytes: int) -> tuple[int, ...]:
+def history_of(events: Sequence[Mapping[str, Any]], least_bytes: int, others: Iterable[int] = ()) -> tuple[int, ...]:
     """Return the bytes of allocations in their order, and where the nth of them was freed, -n.
 
-    Those below `least_bytes` do not count. events: in the form of the traces of `torch.cuda.memory._snapshot`.
+    Those below `least_bytes` do not count, nor do the last ones at the addresses `others`. events: in the form of the traces of
+    `torch.cuda.memory._snapshot`.
     """
+    other = Counter(others)
+    skipped = set()
+    for place in reversed(range(len(events))):
+        if events[place]["action"] == "alloc" and other[events[place]["addr"]]:
+            other[events[place]["addr"]] -= 1
+            skipped.add(place)
     history: list[int] = []
     numbers: dict[int, int] = {}  # of what is held, by address
     count = 0
-    for event in events:
+    for place, event in enumerate(events):
         if event["action"] == "free_requested" and event["addr"] in numbers:
             history.append(-numbers.pop(event["addr"]))
-        elif event["action"] == "alloc" and event["size"] >= least_bytes:
+        elif event["action"] == "alloc" and event["size"] >= least_bytes and place not in skipped:
             count += 1
             numbers[event["addr"]] = count
             history.append(event["size"])

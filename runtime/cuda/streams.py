@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ _LONGEST_HISTORY = 100_000  # allocations and frees of one stage
 _PAGE_BYTES = 20 << 20  # the allocator takes memory in such units
 _LEFT_BYTES = 64 << 20  # for small blocks, which have pages of their own
 _SMALL_BYTES = 1 << 20  # blocks up to this size
+_TRIES = 16  # to fill a gap: what is free elsewhere comes first
 
 
 class CudaEvent:
@@ -124,7 +126,9 @@ class CudaStreams:
         with _HERE if self._computes else torch.cuda.stream(self._streams[COMPUTE]):
             try:
                 # Not `torch.empty`: with deterministic algorithms, it fills the memory.
-                return torch.UntypedStorage(size_bytes, device=self.device)  # type: ignore[no-untyped-call]
+                area = torch.UntypedStorage(size_bytes, device=self.device)  # type: ignore[no-untyped-call]
+                self.pieces.note_other(area.data_ptr())
+                return area
             except torch.OutOfMemoryError as error:
                 raise DeviceMemoryError(
                     f"{self.device} has no {size_bytes:,} bytes in one piece for a block that comes back, although the budget "
@@ -211,20 +215,28 @@ class AllocatorPieces:
         self._streams = streams
         self._device = streams.device
         self._compute = compute
+        self._others: list[int] | None = None  # while a stage is recorded
 
     # -- Pieces
 
     def begin_recording(self) -> bool:
         if torch._C._cuda_isHistoryEnabled():
             return False  # the user records, and would lose it
+        self._others = []
         self._record("all")
         return True
+
+    def note_other(self, address: int) -> None:
+        """A block was allocated there, not what a stage has asked for."""
+        if self._others is not None:
+            self._others.append(address)
 
     def recorded(self, least_bytes: int) -> Sequence[int]:
         trace = torch.cuda.memory._snapshot(self._device)["device_traces"][self._device.index]
         self._record(None)
+        others, self._others = self._others or (), None
         own = [event for event in trace if event["stream"] == self._compute.cuda_stream]
-        return history_of(own, max(least_bytes, _SMALL_BYTES + 1))
+        return history_of(own, max(least_bytes, _SMALL_BYTES + 1), others)
 
     def gather(
         self,
@@ -240,14 +252,30 @@ class AllocatorPieces:
             return True
         if not all(segment["is_expandable"] for segment in own):
             return False  # it cannot be helped where the user's settings keep ranges apart
-        used = sum(s["total_size"] for s in taken if s["device"] == self._device.index)
-        room = (self._streams.limit_bytes or 0) - used - _LEFT_BYTES
-        if room >= _PAGE_BYTES:
-            # Taken piece by piece, it would lie in gaps that retries have left, and serve nothing large.
-            with contextlib.suppress(DeviceMemoryError):
-                self.allocate(room)
+        self._fill_gaps(taken)
         gather(self, history, movable, move)
         return False
+
+    def _fill_gaps(self, taken: Sequence[Mapping[str, Any]]) -> None:
+        """Take from the device what the limit leaves: where retries have left gaps, the lowest first, so that it joins what lies
+        around it. The allocator takes the first gap that is large enough, if it has nothing free that is."""
+        room = (self._streams.limit_bytes or 0) - _LEFT_BYTES
+        room -= sum(segment["total_size"] for segment in taken if segment["device"] == self._device.index)
+        held = []
+        with contextlib.suppress(DeviceMemoryError):
+            for below, above in pairwise(sorted(self._own(taken), key=lambda segment: segment["address"])):
+                end, last = below["address"] + below["total_size"], below["blocks"][-1]
+                begin = end - last["size"] if last["state"] == "inactive" else end
+                for _ in range(_TRIES):
+                    if room < _PAGE_BYTES:
+                        return
+                    size, before = min(room, above["address"] - end), self._streams.reserved_bytes
+                    held.append(self.allocate(end - begin + size))
+                    room -= self._streams.reserved_bytes - before
+                    if held[-1].data_ptr() == begin:
+                        break
+            if room >= _PAGE_BYTES:
+                self.allocate(room)
 
     def copy(self, address: int, fresh: torch.UntypedStorage) -> None:
         driver.copy(self._compute, target=fresh.data_ptr(), source=address, size_bytes=fresh.nbytes())

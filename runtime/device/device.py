@@ -73,7 +73,7 @@ class Pieces(Protocol):
     def recorded(self, least_bytes: int) -> Sequence[int]:
         """End the recording. Return the bytes of each allocation, in their order, and where the nth of them was freed, -n.
 
-        Those of less than `least_bytes` do not count, nor do those that have memory of their own, away from the blocks.
+        Those of less than `least_bytes` do not count, nor do blocks, nor what has memory of its own, away from the blocks.
         """
 
     def gather(
@@ -82,8 +82,8 @@ class Pieces(Protocol):
         movable: Callable[[], MutableMapping[int, int]],
         move: Callable[[int, torch.UntypedStorage], None],
     ) -> bool:
-        """Let free memory lie so that it serves a history that was recorded, as far as that can be: blocks make way. Never waits.
-        Returns whether none had to.
+        """Let free memory lie so that it serves a history that was recorded, as far as that can be: blocks make way, and memory
+        that the allocator may still take goes where there are gaps. Never waits for the device. Returns whether nothing had to.
 
         movable: returns the bytes of blocks that may move, by address. move: gives the block at an address the memory of a
         storage, with its content, and frees that which it had.

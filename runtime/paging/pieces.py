@@ -1,14 +1,14 @@
 """Room in pieces for stages whose allocator serves each request in one piece.
 
 [Note: Memory in pieces]
-The budget counts bytes, wherever they lie. Where the allocator of a GPU has no free range that is large enough, it takes all free
-memory away from where it lies, and puts some of it where the request goes ("a retry"): tens of milliseconds, and what is left has
-gaps. To copy the blocks that are in the way on the device takes less than one. So once there has been a retry, each stage is
-recorded in one of its runs: which pieces it allocates. From then on blocks make way before it runs, if it needs a large piece, or
-has had a retry, and before a large block comes back. A stage for which none had to for long is left alone until there are retries
-again. Where making way does not help, because of the gaps, everything leaves that can, and comes back close together: this takes
-as long as some iterations, and so comes ever more rarely if it does not last. It is done once when a plan begins, which would
-inherit the gaps of iterations on demand. What is found wrong costs a retry.
+The budget counts bytes, wherever they lie. Where the allocator of a GPU has no free range that is large enough, it takes all
+free memory away from where it lies, and puts some of it where the request goes ("a retry"): tens of milliseconds, and what is
+left has gaps, over which nothing can be joined. To copy the blocks that are in the way on the device takes less than one. So
+once there has been a retry, memory is put where the gaps are, and each stage is recorded in one of its runs: which pieces it
+allocates. From then on blocks make way before it runs, if it needs a large piece, or has had a retry, and before a large block
+comes back. What is large is learnt from retries. A stage, or a size of block, for which none had to for long is left alone
+until there are retries again. What came before the plan lies in part where user code allocates, so everything leaves that can
+when a plan begins, and comes back close together. What is found wrong costs a retry.
 """
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ from runtime.paging.state import PagerPart, PagerState
 _LARGE_SHARE, _LEAST_SHARE = 64, 512
 _LOOKED_AT = 12  # so many regions after a retry, each stage is asked whether it had one: that takes as long as ten of its blocks
 _SETTLED = 32  # a stage for which so often in a row none had to make way is looked at only where there are retries
-# After at least so many retries although blocks made way, and one for each so many bytes of the budget, everything leaves: that
-# takes about as long as these. After twice as many if that has not helped: there was one in every other region since, or more.
-_IN_VAIN, _IN_VAIN_EACH = 3, 1 << 30
 
 
 class _Recorded(NamedTuple):
@@ -50,15 +47,13 @@ class StagePieces(PagerPart):
         self._known: dict[str, _Recorded] = {}
         self._short: set[str] = set()
         self._short_bytes: int | None = None  # the smallest piece for which stages have had retries
-        self._served: dict[str, int] = {}  # how often in a row no block had to make way for a stage
+        self._served: dict[str | int, int] = {}  # how often in a row none had to make way for a stage, or a block of that size
         self._running = ""
         self._new_bytes = 0
+        self._come_bytes = 0  # the largest block that came back since a stage has ended
         self._recording = False
         self._retries = self._retries_before = 0
         self._looks = 0
-        self._least_patience = max(_IN_VAIN, (state.account.budget_bytes or 0) // _IN_VAIN_EACH)
-        self._in_vain, self._patience = 0, self._least_patience
-        self._regions = 0  # since everything has left
         self._anew = False
         self._thread: int | None = None
 
@@ -73,9 +68,6 @@ class StagePieces(PagerPart):
             retries, before = self._device.retries, self._retries_before
             self._looks, self._retries_before = _LOOKED_AT if retries > before else max(self._looks - 1, 0), retries
             self._retries = retries
-            self._regions += 1
-            if not self._looks:
-                self._in_vain, self._patience = 0, self._least_patience
 
     def stage_begins(self, what: str, new_bytes: int, held: Sequence[Block]) -> None:
         """A stage runs next, for which the budget has room. held: the blocks that it uses, which nobody else may hold.
@@ -89,12 +81,9 @@ class StagePieces(PagerPart):
         known = self._known.get(what)
         if known is not None and known.new_bytes >= new_bytes:
             if self._looks_at(what, max(known.history, default=0)):
-                served = self._gather(pieces, known.history, frozenset(held))
-                self._served[what] = self._served.get(what, 0) + 1 if served else 0
-                if self._anew or self._in_vain >= self._patience:
-                    if not self._anew:
-                        self._patience = 2 * self._patience if 2 * self._in_vain > self._regions else self._least_patience
-                    self._in_vain, self._regions, self._anew = 0, 0, False
+                self._make_way(pieces, what, known.history, frozenset(held))
+                if self._anew:
+                    self._anew = False
                     raise DeviceMemoryError(f"free memory lies too far apart for {what}")
         elif what in self._seen:
             self._recording = pieces.begin_recording()
@@ -104,16 +93,19 @@ class StagePieces(PagerPart):
     def block_begins(self, size_bytes: int) -> None:
         """A block of that size comes back next, for which the budget has room. For any thread; blocks make way in the thread that
         runs the region: others do not queue what the device computes."""
-        if self._device.pieces is not None and self._retries_before and self._is_large(size_bytes):
-            if threading.get_ident() == self._thread:
+        self._come_bytes = max(self._come_bytes, size_bytes)
+        if self._device.pieces is not None and self._retries_before and self._looks_at(size_bytes, size_bytes):
+            if not self._recording and threading.get_ident() == self._thread:
                 with contextlib.suppress(DeviceMemoryError):  # the block itself will have to find its memory
-                    self._gather(self._device.pieces, (size_bytes,), frozenset())
+                    self._make_way(self._device.pieces, size_bytes, (size_bytes,), frozenset())
 
-    def _looks_at(self, what: str, largest: int) -> bool:
-        """Whether blocks make way for a stage whose largest piece that is, if they have to."""
+    def _looks_at(self, what: str | int, largest: int) -> bool:
+        """Whether blocks make way, if they have to, for a stage whose largest piece that is, or for a block of that size."""
         settled = not self._looks and self._served.get(what, 0) >= _SETTLED
-        as_short = self._short_bytes is not None and largest >= self._short_bytes
-        return not settled and (what in self._short or as_short or self._is_large(largest))
+        return not settled and (what in self._short or self._is_enough(largest))
+
+    def _is_enough(self, size_bytes: int) -> bool:
+        return self._is_large(size_bytes) or self._short_bytes is not None and size_bytes >= self._short_bytes
 
     def _is_large(self, size_bytes: int, share: int = _LARGE_SHARE) -> bool:
         return size_bytes >= (self._account.budget_bytes or 0) // share
@@ -135,10 +127,11 @@ class StagePieces(PagerPart):
             before, self._retries = self._retries, self._device.retries
             if self._retries > before:  # its own, or of a block that came back for it
                 self._short.add(what)
-                self._in_vain += what in self._known
-                largest = max(self._known[what].history, default=0) if what in self._known else 0
-                if self._is_large(largest, _LEAST_SHARE):
-                    self._short_bytes = min(largest, self._short_bytes or largest)
+                own = max(self._known[what].history, default=0) if what in self._known else 0
+                missed = [size for size in (own, self._come_bytes) if not self._is_enough(size)]
+                if missed and self._is_large(max(missed), _LEAST_SHARE):
+                    self._short_bytes = max(missed)
+        self._come_bytes = 0
 
     def _end_recording(self) -> Sequence[int] | None:
         if not self._recording or self._device.pieces is None:
@@ -146,7 +139,7 @@ class StagePieces(PagerPart):
         self._recording = False
         return self._device.pieces.recorded(MIN_MOVED_BYTES)
 
-    def _gather(self, pieces: Pieces, history: Sequence[int], held: frozenset[Block]) -> bool:
+    def _make_way(self, pieces: Pieces, what: str | int, history: Sequence[int], held: frozenset[Block]) -> None:
         blocks: dict[int, Block] = {}
         kept: list[torch.UntypedStorage] = []  # of dead blocks, copies that have ended let go at any time
 
@@ -166,4 +159,5 @@ class StagePieces(PagerPart):
             self._mover.install(block, fresh)
             blocks[block.address] = block
 
-        return pieces.gather(history, movable, move)
+        served = pieces.gather(history, movable, move)
+        self._served[what] = self._served.get(what, 0) + 1 if served else 0

@@ -133,19 +133,28 @@ def test_what_is_allocated_is_recorded_in_its_order() -> None:
         kept = torch.empty(size, dtype=torch.uint8, device=DEVICE)
         torch.empty(3 * size, dtype=torch.uint8, device=DEVICE)
         small = torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)  # has memory of its own: no block makes way for it
+        block = streams.allocate(2 * size)  # is not the stage's
         assert streams.pieces.recorded(1 << 20) == (size, 3 * size, -2)
-        del small
-        del kept
+        del small, block, kept
 
 
-def test_blocks_make_way_for_pieces_and_the_allocator_finds_them(expandable: None) -> None:
+@pytest.mark.parametrize(
+    ("size", "pieces", "retried"),
+    [
+        pytest.param(8 << 20, (16 << 20, 12 << 20), False, id="blocks smaller than pages"),
+        pytest.param(40 << 20, (120 << 20, 60 << 20), True, id="gaps that a retry has left"),
+    ],
+)
+def test_blocks_make_way_for_pieces_and_the_allocator_finds_them(
+    expandable: None, size: int, pieces: tuple[int, ...], retried: bool
+) -> None:
     """[Note: Memory in pieces], with the allocator that it is made for."""
-    streams, size = CudaStreams(DEVICE), 8 << 20
-    held = {number: streams.allocate(size) for number in range(15)}  # six pages of 20 MiB
+    streams = CudaStreams(DEVICE)
+    held = {number: streams.allocate(size) for number in range(15)}
     with torch.cuda.stream(streams._streams[COMPUTE]):
         for number, storage in held.items():
             tensor_over(storage).fill_(number)
-    streams.limit_bytes = streams.reserved_bytes
+    streams.limit_bytes = streams.reserved_bytes + 2 * size * retried
     for number in range(1, 15, 2):
         del held[number]
     where, moved = {storage.data_ptr(): number for number, storage in held.items()}, []
@@ -157,9 +166,11 @@ def test_blocks_make_way_for_pieces_and_the_allocator_finds_them(expandable: Non
 
     with streams.region():
         before = streams.retries
-        streams.pieces.gather([2 * size, 3 * size // 2], lambda: dict.fromkeys(where, size), move)
+        if retried:
+            torch.cuda.empty_cache()  # as the allocator does
+        streams.pieces.gather(pieces, lambda: dict.fromkeys(where, size), move)
         assert moved
-        large = [torch.empty(part, dtype=torch.uint8, device=DEVICE) for part in (2 * size, 3 * size // 2)]
+        large = [torch.empty(part, dtype=torch.uint8, device=DEVICE) for part in pieces]
         assert streams.retries == before
         for tensor in large:
             tensor.fill_(255)

@@ -206,6 +206,7 @@ def test_a_history_has_what_is_allocated_and_freed_in_order() -> None:
         ("free_requested", 1, 40),
     )
     assert history_of([*history, {"action": "oom", "size": 3}], 10) == (30, -1, 20, 40, -2, -3)
+    assert history_of(history, 10, others=[1, 7]) == (30, -1, 20, -2), "the last one there was somebody else's"
     assert history_of([], 10) == ()
 
 
