@@ -47,17 +47,18 @@ def gather(
     history: Sequence[int],
     movable: Callable[[], MutableMapping[int, int]],
     move: Callable[[int, torch.UntypedStorage], None],
+    let_go: Callable[[int], bool],
 ) -> None:
     """Let blocks make way so that what is allocated next finds free ranges, as far as that can be.
 
     history: what that is, in the form of `history_of`; `serve` says whether it does already. movable: returns the bytes of the
     blocks that may move, by address. move: gives the block at an address other memory, with its content, and frees that which it
-    had.
+    had. let_go: frees at least so many bytes that may not move; returns False if there are none.
     """
     blocks = movable()  # first: what copies that have ended kept alive is freed then
     layout = Layout(pool.segments())
     for _ in range(_ATTEMPTS):
-        if not _rehearse(pool, layout, history, blocks, move):
+        if not _rehearse(pool, layout, history, blocks, move, let_go):
             return
 
 
@@ -67,6 +68,7 @@ def _rehearse(
     history: Sequence[int],
     blocks: MutableMapping[int, int],
     move: Callable[[int, torch.UntypedStorage], None],
+    let_go: Callable[[int], bool],
 ) -> bool:
     """Allocate and free all of it. Where there is no free range, blocks make way. Returns whether some have: then each request
     may go elsewhere the next time."""
@@ -79,7 +81,7 @@ def _rehearse(
                 continue
             if not layout.fits(step):
                 some = True
-                if not _make_free(pool, layout, step, blocks, move):
+                if not _make_free(pool, layout, step, blocks, move, let_go):
                     return False
             count += 1
             held[count] = pool.allocate(step)
@@ -97,12 +99,14 @@ def _make_free(
     size_bytes: int,
     blocks: MutableMapping[int, int],
     move: Callable[[int, torch.UntypedStorage], None],
+    let_go: Callable[[int], bool],
 ) -> bool:
     """Make one free range of `size_bytes`, where there is none. Returns whether there is."""
     for _ in range(_ATTEMPTS):
-        way = cheapest_way(layout.chunks, size_bytes, blocks)
-        if way is None:
-            return False
+        while (way := cheapest_way(layout.chunks, size_bytes, blocks)) is None:
+            if not let_go(size_bytes):
+                return False
+            layout.look(pool.segments())
         if not _clear(pool, layout, way, blocks, move):
             layout.look(pool.segments())  # some have moved: there may be another way now
         if layout.fits(size_bytes):

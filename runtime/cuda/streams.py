@@ -243,6 +243,7 @@ class AllocatorPieces:
         history: Sequence[int],
         movable: Callable[[], MutableMapping[int, int]],
         move: Callable[[int, torch.UntypedStorage], None],
+        let_go: Callable[[int], bool],
     ) -> bool:
         if not self._streams.in_region:  # what user code queues comes before what is queued there only where a region begins
             return False
@@ -253,7 +254,7 @@ class AllocatorPieces:
         if not all(segment["is_expandable"] for segment in own):
             return False  # it cannot be helped where the user's settings keep ranges apart
         self._fill_gaps(taken)
-        gather(self, history, movable, move)
+        gather(self, history, movable, move, let_go)
         return False
 
     def _fill_gaps(self, taken: Sequence[Mapping[str, Any]]) -> None:

@@ -81,12 +81,14 @@ class Pieces(Protocol):
         history: Sequence[int],
         movable: Callable[[], MutableMapping[int, int]],
         move: Callable[[int, torch.UntypedStorage], None],
+        let_go: Callable[[int], bool],
     ) -> bool:
         """Let free memory lie so that it serves a history that was recorded, as far as that can be: blocks make way, and memory
         that the allocator may still take goes where there are gaps. Never waits for the device. Returns whether nothing had to.
 
         movable: returns the bytes of blocks that may move, by address. move: gives the block at an address the memory of a
-        storage, with its content, and frees that which it had.
+        storage, with its content, and frees that which it had. let_go: frees at least so many bytes of what may not move, for
+        which computation waits then; returns False if there are none.
         """
 
     def copy(self, address: int, fresh: torch.UntypedStorage) -> None:

@@ -61,7 +61,7 @@ class Pager(Stages):
         self.condition = signal.condition
         state = PagerState(device, mover, account, BlockTable(mover), signal)
         transitions = BlockTransitions(state, copy_ended=lambda: self._prefetches.begin_ready())
-        pieces = StagePieces(state)
+        pieces = StagePieces(state, transitions)
         super().__init__(state, transitions, PrefetchQueue(state, transitions, pieces), RoomMaker(state, transitions), pieces)
         self.lending = Lending(state, transitions)
         self.parking = Parking(state, self._prefetches, self._room)

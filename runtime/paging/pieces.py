@@ -22,7 +22,8 @@ import torch
 
 from runtime.device import MIN_MOVED_BYTES, DeviceMemoryError, Pieces
 from runtime.paging.block import ON_DEVICE, Block
-from runtime.paging.state import PagerPart, PagerState
+from runtime.paging.state import NO_LIMIT, PagerPart, PagerState
+from runtime.paging.transitions import BlockTransitions
 
 # For a piece of this part of the budget blocks make way, and then for the smaller ones of its stage: they could take its place.
 # For one as large as that of a stage that had a retry they do, too, down to the second part.
@@ -41,8 +42,9 @@ class _Recorded(NamedTuple):
 class StagePieces(PagerPart):
     """What stages need in one piece, by name. All calls with the pager's lock held, by the training thread."""
 
-    def __init__(self, state: PagerState) -> None:
+    def __init__(self, state: PagerState, transitions: BlockTransitions) -> None:
         super().__init__(state)
+        self._transitions = transitions
         self._seen: set[str] = set()
         self._known: dict[str, _Recorded] = {}
         self._short: set[str] = set()
@@ -159,5 +161,14 @@ class StagePieces(PagerPart):
             self._mover.install(block, fresh)
             blocks[block.address] = block
 
-        served = pieces.gather(history, movable, move)
+        def let_go(size_bytes: int) -> bool:
+            """Take the memory of the queued copies out that end first."""
+            queued, reserved, freed = self._account.queued_offloads, self._account.reserved_bytes, 0
+            self._transitions.reserve(NO_LIMIT)  # no prefetch may take it
+            while queued and freed < size_bytes:
+                freed += self._transitions.take_memory(next(iter(queued)))
+            self._transitions.reserve(reserved)
+            return freed > 0
+
+        served = pieces.gather(history, movable, move, let_go)
         self._served[what] = self._served.get(what, 0) + 1 if served else 0

@@ -186,6 +186,28 @@ class MemoryMover:
             self.finish()
 
 
+class QueueingMover(MemoryMover):
+    """While `device_copies`, the device makes the copies by itself. Those out have ended only once that is False."""
+
+    device_copies = False
+
+    def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
+        super().copy_out(block, tier, done)
+        if self.device_copies:
+            self.slots[block] = self.flying.pop().content()
+        return self.device_copies
+
+    def copy_in(self, block: Block, done: Done) -> bool:
+        super().copy_in(block, done)
+        if self.device_copies:
+            self.flying.pop()
+            self.arrived[block] = self.slots[block]
+        return self.device_copies
+
+    def finished(self, blocks: Iterable[Block]) -> list[Block]:
+        return [] if self.device_copies else list(blocks)
+
+
 def _fill(block: Block, content: bytes) -> None:
     storage = block.storage()
     assert storage is not None, f"{block} is filled, but its storage is gone"
@@ -233,8 +255,9 @@ class Bench:
         *,
         busy_seconds: Callable[[], Mapping[str, float]] = dict,
         now_seconds: Callable[[], float] = time.perf_counter,
+        mover: MemoryMover | None = None,
     ) -> None:
-        self.mover = MemoryMover()
+        self.mover = mover or MemoryMover()
         self.device = Trimmed()
         self.condition = Stepping(self.finish_one)
         self.pager = Pager(

@@ -144,7 +144,10 @@ class SimulatedPieces:
         history: Sequence[int],
         movable: Callable[[], MutableMapping[int, int]],
         move: Callable[[int, torch.UntypedStorage], None],
+        let_go: Callable[[int], bool],
     ) -> bool:
+        if self._draw.random() < 0.3:
+            let_go(self._device.arena.unit)
         blocks = sorted(movable().items())
         for address, size in self._draw.sample(blocks, min(len(blocks), self._draw.randint(0, 3))):
             if self._device.arena.has_free:

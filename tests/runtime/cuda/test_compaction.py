@@ -33,13 +33,15 @@ class Held:
 class BestFit:
     """A pool of ranges with gaps between. It hands out the smallest free range that is large enough, at its begin.
 
-    retries: requests that found no free range. blocks, content: the bytes of blocks and what is in them, by address.
+    retries: requests that found no free range. blocks, content: the bytes of blocks and what is in them, by address. leaving: the
+    addresses of those that let go of their memory where they are asked to, in this order.
     """
 
     def __init__(self, runs: Sequence[Sequence[int]]) -> None:
         """runs: the ranges that follow each other, in units: negative ones are free."""
         self.retries = 0
         self.blocks: dict[int, int] = {}
+        self.leaving: list[int] = []
         self.content: dict[int, str] = {}
         self._held: dict[int, Held] = {}
         self._chunks: list[Chunk] = []
@@ -88,11 +90,22 @@ class BestFit:
             self.free(address)
         self._held[fresh.data_ptr()] = fresh
 
-    def gather(self, *units: int, stay: Sequence[int] = ()) -> bool:
-        """Let blocks make way for pieces, not those at the positions `stay`. Return whether the pool has the pieces then."""
+    def let_go(self, size_bytes: int) -> bool:
+        freed = 0
+        while self.leaving and freed < size_bytes:
+            address = self.leaving.pop(0)
+            freed += self.blocks.pop(address)
+            del self.content[address]
+            self.free(address)
+        return freed > 0
+
+    def gather(self, *units: int, stay: Sequence[int] = (), leaving: Sequence[int] = ()) -> bool:
+        """Let blocks make way for pieces, not those at the positions `stay` and `leaving`. Return whether the pool has the pieces
+        then."""
         addresses = sorted(self.blocks)
-        staying = {addresses[position] for position in stay}
-        before = sorted(self.content.values())
+        self.leaving = [addresses[position] for position in leaving]
+        staying = {addresses[position] for position in (*stay, *leaving)}
+        before = {text for address, text in self.content.items() if address not in self.leaving}
         if serve(self.segments(), [unit * UNIT for unit in units]):
             return self.has(*units)
         gather(
@@ -100,8 +113,10 @@ class BestFit:
             [unit * UNIT for unit in units],
             lambda: {address: size for address, size in self.blocks.items() if address not in staying},
             self.move,
+            self.let_go,
         )
-        assert sorted(self.content.values()) == before and staying <= set(self.blocks) and not self.retries
+        assert before <= set(self.content.values()) and not self.retries
+        assert staying - {addresses[position] for position in leaving} | set(self.leaving) <= set(self.blocks)
         used = {chunk.address: chunk.size_bytes for chunk in self._chunks if not chunk.free}
         assert used == {address: -(-size // UNIT) * UNIT for address, size in self.blocks.items()}, "nothing stays held"
         return self.has(*units)
@@ -145,9 +160,17 @@ def test_where_it_goes_otherwise_than_foreseen_the_pool_has_not_to_look_for_memo
     assert not BestFit([[9, -3, 3, 6, -8, 8, -3]]).gather(13)
 
 
+def test_where_there_is_no_way_what_leaves_lets_go() -> None:
+    pool = BestFit([[-4, 2, 3, -2, 2, 6]])
+    assert pool.gather(6, leaving=[2, 0]) and not pool.leaving, "the first one to leave is not enough"
+    assert not BestFit([[-4, 2, 9]]).gather(8, leaving=[0])
+    pool = BestFit([[-6, 2, -4]])
+    assert pool.gather(6, leaving=[0]) and pool.leaving, "nothing has to"
+
+
 def test_as_few_bytes_move_as_there_need_to() -> None:
     small = BestFit([[-5, 4, -5, 3, -9, 1, -5]])
-    gather(small, [12 * UNIT], lambda: dict(small.blocks), small.move)
+    gather(small, [12 * UNIT], lambda: dict(small.blocks), small.move, small.let_go)
     assert [text for address, text in small.content.items() if text != f"0 {address}"] == [f"0 {GAP + 26 * UNIT}"]
 
 
@@ -216,6 +239,6 @@ def test_smaller_pieces_that_come_first_do_not_take_the_place_of_larger_ones() -
     before = dict(pool.content)
     history = [8 * UNIT, -1, 4 * UNIT, 4 * UNIT, 4 * UNIT]
     assert serve(pool.segments(), history), "what is freed serves again"
-    gather(pool, history, lambda: dict(pool.blocks), pool.move)
+    gather(pool, history, lambda: dict(pool.blocks), pool.move, pool.let_go)
     assert pool.content == before
     assert not serve(pool.segments(), [*history, UNIT])

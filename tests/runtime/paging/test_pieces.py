@@ -10,12 +10,12 @@ import torch
 
 from runtime.paging import Block, State
 
-from ..memory_mover import UNIT, Bench
+from ..memory_mover import UNIT, Bench, QueueingMover
 
 
 class ListedPieces:
     """`Pieces` that record what `needs` says, and list what they were asked for. movable: the last blocks that might move.
-    serves: whether none has to."""
+    serves: whether none has to. short: bytes that blocks let go of, as long as there are any; let_go: how often some did."""
 
     def __init__(self, needs: Sequence[int]) -> None:
         self.needs = needs
@@ -23,6 +23,7 @@ class ListedPieces:
         self.gathered: list[Sequence[int]] = []
         self.movable: list[int] = []
         self.serves = False
+        self.short = self.let_go = 0
 
     def begin_recording(self) -> bool:
         self.recordings += 1
@@ -36,9 +37,12 @@ class ListedPieces:
         history: Sequence[int],
         movable: Callable[[], MutableMapping[int, int]],
         move: Callable[[int, torch.UntypedStorage], None],
+        let_go: Callable[[int], bool],
     ) -> bool:
         self.gathered.append(history)
         self.movable = list(movable())
+        while self.short and let_go(self.short):
+            self.let_go += 1
         return self.serves
 
 
@@ -177,6 +181,23 @@ def test_blocks_make_way_for_a_large_one_that_comes_back(bench: Bench) -> None:
         stage(bench)
         comes_back(small)
     assert not comes_back(small) and comes_back(large)
+
+
+def test_queued_copies_let_go_the_first_ones_first() -> None:
+    mover = QueueingMover()
+    bench = Bench(64 * UNIT, mover=mover)
+    bench.device.pieces = pieces = ListedPieces([4 * UNIT])
+    mover.device_copies = True
+    for retries in (1, 0, 0):
+        stage(bench, retries=retries)
+    first, second, third, held = (bench.make(name, 8) for name in ("first", "second", "third", "held"))
+    for block in (first, second, third, held):
+        bench.pager.offload(block)
+    pieces.short = first.size_bytes + 1
+    bench.pager.acquire([held], 4 * UNIT, "stage")
+    assert pieces.let_go == 2
+    assert [block.state for block in (first, second, third, held)] == [State.OFFLOADED] * 3 + [State.ON_DEVICE]
+    bench.pager.retire([held], [])
 
 
 def test_everything_leaves_once_when_a_plan_begins_after_retries(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

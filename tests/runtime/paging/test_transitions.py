@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from planner.errors import StorageError, StorageFullError, StorageIOError
-from planner.schema import WaitingTier
-from runtime.paging import Block, Done, Pager, State
+from runtime.paging import Block, Pager, State
 from runtime.storage import Slot
 
-from ..memory_mover import UNIT, MemoryMover, io_error
+from ..memory_mover import UNIT, QueueingMover, io_error
 
 SIZE = 2 * UNIT
-
-
-class QueueingMover(MemoryMover):
-    """While `device_copies`, the device makes the copies by itself. Those out have ended only once that is False."""
-
-    device_copies = False
-
-    def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
-        super().copy_out(block, tier, done)
-        if self.device_copies:
-            self.slots[block] = self.flying.pop().content()
-        return self.device_copies
-
-    def copy_in(self, block: Block, done: Done) -> bool:
-        super().copy_in(block, done)
-        if self.device_copies:
-            self.flying.pop()
-            self.arrived[block] = self.slots[block]
-        return self.device_copies
-
-    def finished(self, blocks: Iterable[Block]) -> list[Block]:
-        return [] if self.device_copies else list(blocks)
 
 
 class Rig:
