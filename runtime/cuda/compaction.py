@@ -16,6 +16,8 @@ import torch
 _UNIT_BYTES = 512  # of PyTorch's allocator: all sizes are multiples of it
 _LOOKED_AT = 128  # places are looked at closely: some 10 µs for each way from there
 _LONGER = 24  # so many neighbours more than needed may be part of a way: they make room for blocks that find none elsewhere
+# From so many free ranges on, the largest first, all go down until as much is free as is needed, and so many neighbours more.
+_SLIDING, _SLIDING_LONGER = 8, 4
 _ATTEMPTS = 4  # where blocks go elsewhere than foreseen, the range becomes larger, but not as large as it should
 _TRIES = 64  # to get memory elsewhere than in the window
 
@@ -56,62 +58,101 @@ def gather(
     had. let_go: frees at least so many bytes that may not move; returns False if there are none.
     """
     blocks = movable()  # first: what copies that have ended kept alive is freed then
-    layout = Layout(pool.segments())
-    for _ in range(_ATTEMPTS):
-        if not _rehearse(pool, layout, history, blocks, move, let_go):
+    gathering = _Gathering(pool, Layout(pool.segments()), blocks, move)
+    attempts = 0
+    while attempts < _ATTEMPTS:
+        short = gathering.rehearse(history)
+        if short is None:
             return
+        if short.step_bytes and not gathering.make_free(short.together_bytes):
+            if not let_go(short.step_bytes):
+                return
+            gathering.look()
+        else:
+            attempts += 1  # blocks have moved: each request may go elsewhere now
 
 
-def _rehearse(
-    pool: Pool,
-    layout: Layout,
-    history: Sequence[int],
-    blocks: MutableMapping[int, int],
-    move: Callable[[int, torch.UntypedStorage], None],
-    let_go: Callable[[int], bool],
-) -> bool:
-    """Allocate and free all of it. Where there is no free range, blocks make way. Returns whether some have: then each request
-    may go elsewhere the next time."""
-    held: dict[int, torch.UntypedStorage] = {}
-    count, some = 0, False
-    try:
-        for step in history:
-            if step < 0:
-                layout.free(held.pop(-step).data_ptr())
-                continue
-            if not layout.fits(step):
-                some = True
-                if not _make_free(pool, layout, step, blocks, move, let_go):
+class _Short(NamedTuple):
+    """Where a rehearsal has ended: at a request of so many bytes, 0 at the end. together_bytes: with what was held then."""
+
+    step_bytes: int
+    together_bytes: int
+
+
+class _Gathering:
+    """A pool and what lies where in it. blocks, move: see `gather`."""
+
+    def __init__(
+        self, pool: Pool, layout: Layout, blocks: MutableMapping[int, int], move: Callable[[int, torch.UntypedStorage], None]
+    ) -> None:
+        self._pool, self._layout, self._blocks, self._move = pool, layout, blocks, move
+
+    def look(self) -> None:
+        """See what lies where by now."""
+        self._layout.look(self._pool.segments())
+
+    def rehearse(self, history: Sequence[int]) -> _Short | None:
+        """Allocate and free all of it. Where there is no free range, blocks make way. Returns None if none had to, or if the pool
+        does otherwise than foreseen."""
+        held: dict[int, torch.UntypedStorage] = {}
+        count, some, layout = 0, False, self._layout
+        try:
+            for step in history:
+                if step < 0:
+                    layout.free(held.pop(-step).data_ptr())
+                    continue
+                if not layout.fits(step):
+                    some = True
+                    if not self.make_free(step):
+                        return _Short(step, step + sum(area.nbytes() for area in held.values()))
+                count += 1
+                held[count] = self._pool.allocate(step)
+                if not layout.take(held[count].data_ptr(), step):
+                    return None
+        finally:
+            while held:
+                layout.free(held.popitem()[1].data_ptr())
+        return _Short(0, 0) if some else None
+
+    def make_free(self, size_bytes: int) -> bool:
+        """Make one free range of `size_bytes`, where there is none. Returns whether there is."""
+        for _ in range(_ATTEMPTS):
+            way = cheapest_way(self._layout.chunks, size_bytes, self._blocks)
+            if way is None:
+                return False
+            if not self._clear(way):
+                self.look()  # some have moved: there may be another way now
+            if self._layout.fits(size_bytes):
+                return True
+        return False
+
+    def _clear(self, way: Way) -> bool:
+        """Go that way. Returns False where the pool does otherwise than foreseen."""
+        kept: list[torch.UntypedStorage] = []  # the pool must not hand these out again before all have left
+        pool, layout = self._pool, self._layout
+        try:
+            for chunk in way.leaving:
+                size = self._blocks.pop(chunk.address)
+                for _ in range(_TRIES):
+                    if not layout.fits(size):
+                        return False
+                    fresh = pool.allocate(size)
+                    address = fresh.data_ptr()
+                    if not layout.take(address, size):
+                        return False
+                    if not chunk.address <= address < way.end:
+                        break
+                    kept.append(fresh)
+                else:
                     return False
-            count += 1
-            held[count] = pool.allocate(step)
-            if not layout.take(held[count].data_ptr(), step):
-                return False
-    finally:
-        while held:
-            layout.free(held.popitem()[1].data_ptr())
-    return some
-
-
-def _make_free(
-    pool: Pool,
-    layout: Layout,
-    size_bytes: int,
-    blocks: MutableMapping[int, int],
-    move: Callable[[int, torch.UntypedStorage], None],
-    let_go: Callable[[int], bool],
-) -> bool:
-    """Make one free range of `size_bytes`, where there is none. Returns whether there is."""
-    for _ in range(_ATTEMPTS):
-        while (way := cheapest_way(layout.chunks, size_bytes, blocks)) is None:
-            if not let_go(size_bytes):
-                return False
-            layout.look(pool.segments())
-        if not _clear(pool, layout, way, blocks, move):
-            layout.look(pool.segments())  # some have moved: there may be another way now
-        if layout.fits(size_bytes):
-            return True
-    return False
+                self._move(chunk.address, fresh)
+                del fresh
+                layout.free(chunk.address)
+                self._blocks[address] = size
+        finally:
+            while kept:
+                layout.free(kept.pop().data_ptr())
+        return True
 
 
 class Layout:
@@ -176,7 +217,9 @@ def cheapest_way(chunks: Sequence[Chunk], size_bytes: int, movable: Container[in
         way = _way_from(chunks, first, holes, size_bytes, movable)
         if way is not None:
             return way
-    return None
+    free = sorted((-chunk.size_bytes, place) for place, chunk in enumerate(chunks) if chunk.free)
+    ways = (_way_from(chunks, first, holes, size_bytes, movable, sliding=True) for _, first in free[:_SLIDING])
+    return next(filter(None, ways), None)
 
 
 def _windows(chunks: Sequence[Chunk], size_bytes: int, movable: Container[int]) -> Iterator[tuple[int, int]]:
@@ -197,25 +240,28 @@ def _windows(chunks: Sequence[Chunk], size_bytes: int, movable: Container[int]) 
             first += 1
 
 
-def _way_from(chunks: Sequence[Chunk], first: int, holes: Sequence[int], size_bytes: int, movable: Container[int]) -> Way | None:
+def _way_from(
+    chunks: Sequence[Chunk], first: int, holes: Sequence[int], size_bytes: int, movable: Container[int], *, sliding: bool = False
+) -> Way | None:
     """Return how neighbours become a free range, from the first one on: as few as do. None if no way is seen.
 
-    holes: the sizes of all free ranges, sorted.
+    holes: the sizes of all free ranges, sorted. sliding: as much as is needed is free between them.
     """
-    elsewhere, length, longer, end = list(holes), 0, 0, chunks[first].address
+    elsewhere, length, longer, end, free_bytes = list(holes), 0, 0, chunks[first].address, 0
     for last in range(first, len(chunks)):
         chunk = chunks[last]
         if chunk.address != end or not chunk.free and chunk.address not in movable:
             break
         end, length = chunk.end, length + chunk.size_bytes
-        if chunk.free:  # whatever is put there would have to leave, too: see `_clear`
+        if chunk.free:  # whatever is put there would have to leave, too: see `_Gathering._clear`
             elsewhere.pop(bisect_left(elsewhere, chunk.size_bytes))
-        if length >= size_bytes:
+            free_bytes += chunk.size_bytes
+        if (free_bytes if sliding else length) >= size_bytes:
             leaving = _leaving(chunks[first : last + 1], elsewhere, size_bytes)
             if leaving is not None:
                 return Way(end, leaving)
             longer += 1
-            if longer > _LONGER:
+            if longer > (_SLIDING_LONGER if sliding else _LONGER):
                 break
     return None
 
@@ -240,36 +286,6 @@ def _leaving(neighbours: Sequence[Chunk], holes: Sequence[int], size_bytes: int)
             return None
         leaving.append(chunk)
     return tuple(leaving) if gap >= size_bytes else None
-
-
-def _clear(
-    pool: Pool, layout: Layout, way: Way, blocks: MutableMapping[int, int], move: Callable[[int, torch.UntypedStorage], None]
-) -> bool:
-    """Go that way. Returns False where the pool does otherwise than foreseen."""
-    kept: list[torch.UntypedStorage] = []  # the pool must not hand these out again before all have left
-    try:
-        for chunk in way.leaving:
-            size = blocks.pop(chunk.address)
-            for _ in range(_TRIES):
-                if not layout.fits(size):
-                    return False
-                fresh = pool.allocate(size)
-                address = fresh.data_ptr()
-                if not layout.take(address, size):
-                    return False
-                if not chunk.address <= address < way.end:
-                    break
-                kept.append(fresh)
-            else:
-                return False
-            move(chunk.address, fresh)
-            del fresh
-            layout.free(chunk.address)
-            blocks[address] = size
-    finally:
-        while kept:
-            layout.free(kept.pop().data_ptr())
-    return True
 
 
 def serve(segments: Sequence[Mapping[str, Any]], history: Iterable[int]) -> bool:
