@@ -142,7 +142,7 @@ def _as_block(chunk: Chunk) -> Mapping[str, Any]:
         pytest.param([[-6, 4, -6, 4, -6]], [12, 6], id="two pieces at once"),
         pytest.param([[-8, 3, -2, 3, -2, 3, -2]], [14], id="many small blocks behind a free range"),
         pytest.param([[2, -3, 2, -3, 2], [-2, 3, -2]], [5], id="through what was full"),
-        pytest.param([[-4, 4, -5, 4, -3]], [5, 5], id="two pieces of which the first one may not lie between"),
+        pytest.param([[-3, 5, 3, -6]], [4, 4], id="two pieces, of which the first one lies in the way of the second"),
         pytest.param([[1, -5, *[4, -1] * 30, 1]], [30], id="all of a long run goes down"),
         pytest.param([[1, -8]], [4, 4], id="one free range serves two"),
         pytest.param([[4, -4, 7, -5]], [6], id="a free range on the way would take what has to go"),
