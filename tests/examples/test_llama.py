@@ -15,8 +15,6 @@ from typer.testing import CliRunner, Result
 
 from examples import train_llama
 from examples.llama import SIZES, Llama, LlamaConfig, llama
-from examples.memory import give_free_memory_back, reset_peak, resident_bytes
-from examples.training import Setting, Training
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = LlamaConfig(layers=2, width=64, heads=4, key_value_heads=2, feed_forward=96, vocabulary=256, tied=True, context=32)
@@ -101,34 +99,6 @@ def test_a_loss_in_pieces_and_checkpointed_layers_give_the_same_loss_and_gradien
         torch.testing.assert_close(one, other)
     plain, checkpointed = (loss_and_gradients(torch.float32, checkpointed_layers=count) for count in (0, 2))
     assert all(torch.equal(one, other) for one, other in zip(plain, checkpointed, strict=True))
-
-
-def test_weights_exist_once_while_they_are_made() -> None:
-    config = replace(SMALL, width=1024, feed_forward=4096, layers=4)
-    llama(SMALL, dtype=torch.bfloat16)  # what the first call loads
-    give_free_memory_back()
-    reset_peak()
-    before = resident_bytes()["VmHWM"]
-    model = llama(config, dtype=torch.bfloat16)
-    size_bytes = 2 * parameters(model)
-    assert size_bytes > 100 << 20
-    assert resident_bytes()["VmHWM"] - before < 1.2 * size_bytes
-    assert model.norm.weight.float().eq(1).all()
-    assert model.layers[3].feed_forward.down.weight.float().std().item() == pytest.approx(0.02, rel=0.02)
-
-
-def test_saving_on_the_processor_changes_no_loss() -> None:
-    losses = []
-    for save_on_cpu in (False, True):
-        fields = {"backend": "eager", "model": SMALL, "dtype": "bfloat16", "save_on_cpu": save_on_cpu}
-        training = Training(Setting.model_validate({**fields, "batch": 8, "learning_rate": 1e-2, "text_bytes": 100_000}))
-        steps = [training.step() for _ in range(12)]
-        report = training.finish()
-        assert {step.tokens for step in steps} == {8 * SMALL.context}
-        assert report.parameters == parameters(llama(SMALL)) and report.peak_reserved_bytes is None
-        losses.append([step.loss for step in steps])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    assert losses[0][-1] < losses[0][0] - 0.5
 
 
 # -- the command

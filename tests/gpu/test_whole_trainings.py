@@ -135,16 +135,7 @@ def test_updates_on_the_host_agree_to_rounding(
     assert not apart(found, wanted, TOLERANCE if dtype == torch.float32 else 2**-7)  # of a parameter in bf16
 
 
-# -- checkpoints, and drives that fail
-
-
-def test_a_checkpoint_of_blocks_on_a_drive_is_that_of_a_training_without_teraio(tmp_path: Path) -> None:
-    training = train(start({"memory_budget": BUDGET, "storage": tmp_path}), 0, UNTIL_PLANNED)
-    assert training.states_moved, "states wait on the drive"
-    saved = values(training)
-    teraio.reset()
-    assert not unequal(values(training), saved)
-    assert not unequal(saved, values(train(start(None), 0, UNTIL_PLANNED)))
+# -- drives that fail
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])

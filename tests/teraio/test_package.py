@@ -95,14 +95,6 @@ def test_a_package_of_the_users_that_hides_ours_is_named(tmp_path: Path, part: s
     )
 
 
-def test_it_is_named_also_if_imported_before_and_a_folder_that_is_no_package_hides_nothing(tmp_path: Path) -> None:
-    (tmp_path / "planner").mkdir()
-    assert script(tmp_path, "import teraio\n").returncode == 0
-    (tmp_path / "planner" / "__init__.py").touch()
-    done = script(tmp_path, "import planner\nimport teraio\n")
-    assert done.returncode == 1 and "ImportError: teraio needs its own package 'planner'" in done.stderr
-
-
 @needs_metadata
 def test_what_is_installed() -> None:
     """The backend is found by its name, the command line is there, and versions agree."""

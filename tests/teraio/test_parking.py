@@ -129,17 +129,6 @@ def test_what_user_code_holds_stays_and_is_named(tmp_path: Path) -> None:
     assert "your code" in " ".join(parked.staying_bytes)
 
 
-def test_without_a_lower_tier_everything_stays() -> None:
-    training = weights_of_1_mib({})
-    training.run(random_rows(1), functools.partial(mean_square_step, training))
-    parked = teraio.park()
-    assert parked.left_bytes == 0 and parked.staying_bytes[NO_ROOM] >= 24 * MIB
-
-
-def test_nothing_is_parked_where_nothing_trains() -> None:
-    assert teraio.park() == teraio.Parked(left_bytes=0, staying_bytes={}, seconds=pytest.approx(0, abs=1))
-
-
 # -- in virtual time
 
 

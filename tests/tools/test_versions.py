@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tools import environments, versions
-
-VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+from tools import versions
 
 
 def cell(python: str, torch: str, cuda: str | None = None, failed: int = 0, models: int = 2) -> dict[str, Any]:
@@ -23,18 +19,6 @@ def cell(python: str, torch: str, cuda: str | None = None, failed: int = 0, mode
         "demo": [1, 0],
         "models": [models, 0],
     }
-
-
-def test_what_stands_for_an_interpreter_and_does_not_run_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub, real = tmp_path / f"python{VERSION}", tmp_path / "pyenv" / "versions" / f"{VERSION}.9" / "bin" / "python"
-    stub.write_text("#!/bin/sh\nexit 127\n")
-    stub.chmod(0o755)
-    real.parent.mkdir(parents=True)
-    real.symlink_to(sys.executable)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
-    monkeypatch.setattr(versions, "PYTHONS", (VERSION, "3.99"))
-    assert versions.interpreters() == [str(real)]
 
 
 @pytest.mark.parametrize(
@@ -78,24 +62,3 @@ def test_steps_that_ran_on_one_day_are_one_run_and_what_did_not_run_is_told() ->
     assert "| 10 tests, demo, 2 models (3.11.7, 2026-01-02) |" in versions.page([both])
     (later,) = versions.merged([both], {**core, "date": "2026-01-03"})
     assert "demo, models not run (3.11.7, 2026-01-03)" in versions.page([later])
-
-
-def test_an_environment_that_cannot_be_made_does_not_end_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tried = []
-
-    def refuse(folder: Path, python: str, torch: str, *_: object, **__: object) -> Path:
-        tried.append(torch)
-        raise SystemExit("no room")
-
-    monkeypatch.setattr(versions, "environment", refuse)
-    assert versions.main(["--python", sys.executable, "--torch", "2.11.0", "--torch", "2.13.0"]) == 1
-    assert tried == ["2.11.0", "2.13.0"] and capsys.readouterr().err.count("no room") == 2
-
-
-def test_room_is_looked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environments, "ROOM_BYTES", 1 << 60)
-    with pytest.raises(SystemExit, match="bytes free, the CUDA build of torch 2.99.0 needs .*: make room there, or go away"):
-        environments.environment(tmp_path / "env", sys.executable, "2.99.0", (), pip_args=(), instead="go away")
-    assert not (tmp_path / "env").exists()

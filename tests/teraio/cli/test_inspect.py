@@ -171,16 +171,6 @@ def test_why_a_block_moves_and_what_the_iteration_waits_for(run: RunCommand, tmp
     assert alone["critical"] is alone["stalls"] is alone["moves"][0]["excess_bytes"] is None
 
 
-def test_a_plan_that_is_not_needed(run: RunCommand, tmp_path: Path) -> None:
-    """No stage needs its move, none waits, and it predicts nothing."""
-    path = edited(planned(tmp_path, "chain", 20), budgets={"device_bytes": 30}, predicted=None)
-    summary = run("inspect", path, "--trace", CHAIN_FILE, "--json").json
-    assert [(move["relieved_stage"], move["excess_bytes"]) for move in summary["moves"]] == [(None, None)]
-    assert has_line(run("inspect", path, "--trace", CHAIN_FILE).out, ".* no stage")
-    text = run("simulate", CHAIN_FILE, path).out
-    assert "no stage waits" in text and fact(text, "in the plan's file") == "not given"
-
-
 def test_the_reason_is_a_stage_that_the_block_is_away_in(run: RunCommand, tmp_path: Path) -> None:
     """Two clean blocks of 10 bytes; the budget is 60. If nothing left, 70 bytes in s0, 65 in s1, 20 in s2."""
     blocks = [block(10, (), [0], "parameter", name="early"), block(10, (), [2], "parameter", name="late")]
@@ -244,27 +234,6 @@ def test_what_stays_away_for_an_update_relieves_the_stage_that_would_have_update
     assert fact(text, "critical path") == "host updates 42.9%, stages 28.6%, device->host 14.3%, host->device 14.3%"
     assert has_line(text, r"1 slope +40 B +host +1 backward +2 optimizer +1 +does not come back +10 B +2 optimizer")
     assert has_line(text, r"host updates +optimizer +1\.00 s +3\.00 s")
-
-
-def test_updates_that_stay_on_the_device(run: RunCommand, tmp_path: Path) -> None:
-    """Said where there are subgroups, even if the plan's file lists the update; not mentioned where there are none."""
-    path = edited(planned(tmp_path, "host_update", 60), updates=[dict(subgroup=0, where="device")])
-    text = run("inspect", path, "--trace", file_of("host_update")).out
-    assert fact(text, "updates on the host") == "0 of 1 subgroups" and "host's processor" not in text
-    summary = run("inspect", path, "--trace", file_of("host_update"), "--json").json
-    assert (summary["subgroups"], summary["host_updates"]) == (1, [])
-    for arguments in (["inspect", path], ["plan", CHAIN_FILE, "--device", 20]):
-        assert "updates on the host" not in run(*arguments).out
-
-
-def test_a_move_beside_the_update_on_the_host_is_not_for_it(run: RunCommand, tmp_path: Path) -> None:
-    """The weight also leaves between forward and backward; only the move around its update serves that."""
-    weight = block(10, [3], [0, 2, 3], "parameter", name="weight")
-    traced = trace(staged("fubo"), [weight], hardware(host=True), subgroups=[subgroup(3, [0], 0.5, 2.0)])
-    moves = [move(0, after, back, back, out=False, tier="host") for after, back in ((0, 2), (2, 4))]
-    trace_file, path = saved(tmp_path, traced, by_hand(traced, 10, moves, **ON_HOST))
-    summary = run("inspect", path, "--trace", trace_file, "--json").json
-    assert {each["after"]: each["host_update"] for each in summary["moves"]} == {0: None, 2: 0}
 
 
 # -- recomputation

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,39 +29,10 @@ from .plain_training import (
 BUDGET = 14 * WIDE
 
 
-def copied(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """As it is read from a file."""
-    torch.save(content, folder / "optimizer.pt")
-    loaded: dict[str, Any] = torch.load(folder / "optimizer.pt")
-    return loaded
-
-
 def same_values(parameters: list[nn.Parameter], others: list[nn.Parameter]) -> None:
     with torch.no_grad():
         for parameter, other in zip(parameters, others, strict=True):
             parameter.copy_(other)
-
-
-def test_loading_in_the_middle_of_a_training(started: Start, tmp_path: Path) -> None:
-    """What is loaded takes the place of the blocks that were there; hooks of the user's see plain tensors."""
-    training = started(budget_bytes=BUDGET, parameters=half_parameters(torch.bfloat16))
-    optimizer = torch.optim.AdamW(training.parameters)
-    keeping(optimizer)
-    train_most(training.parameters, optimizer, 4)
-    content = copied(optimizer.state_dict(), tmp_path)
-    values = [p.detach().clone() for p in training.parameters]
-    train_most(training.parameters, optimizer, 3, 4)
-    before = set(training.states().values())
-    seen: list[bool] = []
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.extend(map(torch.is_tensor, named(state).values())))
-    optimizer.load_state_dict(content)
-    with torch.no_grad():
-        for parameter, value in zip(training.parameters, values, strict=True):
-            parameter.copy_(value)
-    assert seen and all(seen) and len(seen) == len(named(content))
-    assert not before & set(training.states().values())
-    train_most(training.parameters, optimizer, 4, 4)
-    assert differences(optimizer, Textbook(half_parameters(torch.bfloat16), torch.optim.AdamW).train(8)) == []
 
 
 def plainly_trained(name: str) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
@@ -73,8 +42,14 @@ def plainly_trained(name: str) -> tuple[list[nn.Parameter], torch.optim.Optimize
     return parameters, optimizer
 
 
-@pytest.mark.parametrize("way", ["loaded", "taken over", "taken over, managed before"])
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Adagrad"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("AdamW", "loaded"),
+        ("SGD momentum", "taken over"),
+        *(("Adagrad", way) for way in ("loaded", "taken over, managed before")),
+    ],
+)
 def test_states_of_an_optimizer_without_masters(started: Start, name: str, way: str) -> None:
     """They become fp32, and masters are made from the parameters."""
     parameters, plain = plainly_trained(name)

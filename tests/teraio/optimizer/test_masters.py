@@ -69,18 +69,6 @@ def test_the_same_bits_as_the_textbook_loop(started: Start, name: str, dtype: to
         training.steps.close()
 
 
-def test_managed_and_not_by_turns(started: Start) -> None:
-    """As when everything fits for a while; then `teraio.reset`."""
-    training = started(budget_bytes=None, parameters=half_parameters(torch.bfloat16))
-    optimizer = keeping(MASTER_OPTIMIZERS["AdamW"](training.parameters))
-    for step in range(9):
-        training.active = step % 3 != 1
-        train_most(training.parameters, optimizer, 1, step)
-    training.steps.close()
-    train_most(training.parameters, optimizer, 3, 9)
-    assert differences(optimizer, Textbook(half_parameters(torch.bfloat16), MASTER_OPTIMIZERS["AdamW"]).train(12)) == []
-
-
 def unmoved(optimizer: Optimizer) -> ManagedOptimizer:
     """The optimizer under a pager without budget and lower tiers."""
     pager = Pager(mover=None, budget_bytes=None)
@@ -232,10 +220,8 @@ OVERFLOWS = (0, 5)
         ("AdamW", torch.float16, True, False),
         ("AdamW fused amsgrad", torch.bfloat16, False, False),
         ("AdamW fused amsgrad", torch.float16, True, False),
-        ("SGD momentum", torch.bfloat16, False, False),
         ("Adafactor", torch.float16, True, False),
-        # By the user; in bf16: PyTorch unscales no gradients in fp16.
-        *((name, torch.bfloat16, True, True) for name in ("AdamW", "SGD fused")),
+        ("AdamW", torch.bfloat16, True, True),  # by the user; in bf16: PyTorch unscales no gradients in fp16
     ],
 )
 def test_a_gradient_scaler(started: Start, name: str, dtype: torch.dtype, managed: bool, clipped: bool) -> None:

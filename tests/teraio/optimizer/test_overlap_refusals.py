@@ -33,7 +33,6 @@ from .overlapped_loops import (
     once,
     passing,
     penalty,
-    retained,
     same,
     scaler_of,
 )
@@ -134,7 +133,6 @@ REFUSED: dict[str, tuple[Step, str, Any]] = {
         None,
     ),
     "zero_grad(set_to_none=False)": (zeroed_in_place, r"`.grad` is not None when backward begins .*set_to_none=False", None),
-    "two passes over one graph": (passing(retained), "several backward passes", None),
     "retain_graph": (graph_kept, "backward keeps its graph", None),
     "eager code contributes": (passing(penalise_all), "others contribute to its gradient", None),
     "other settings": (between(set_rate), "settings are changed between backward and step", None),

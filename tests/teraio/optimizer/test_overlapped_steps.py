@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from teraio.optimizer.final_gradients import FinalGradient
 from teraio.optimizer.overlapped_steps import UpdateStage, cut_updates
 
@@ -36,21 +33,3 @@ def test_large_ones_by_themselves_small_ones_with_what_comes_after() -> None:
 def test_every_optimizer_has_stages_of_its_own() -> None:
     members = [Planned(ONE, KIB, 1), Planned(OTHER, KIB, 0), Planned(ONE, KIB, 0), Planned(OTHER, KIB, 3)]
     assert cut(members, 64 * KIB) == (UpdateStage(1, (2, 0)), UpdateStage(3, (1, 3)))
-
-
-@given(
-    members=st.lists(
-        st.builds(Planned, st.sampled_from([ONE, OTHER]), st.integers(1, 12 << 20), st.integers(0, 6)), min_size=1, max_size=12
-    ),
-    largest=st.integers(0, 32 << 20),
-)
-def test_each_is_updated_once_and_not_too_early(members: list[Planned], largest: int) -> None:
-    stages = cut(members, largest)
-    assert sorted(number for stage in stages for number in stage.members) == list(range(len(members)))
-    assert [stage.after for stage in stages] == sorted(stage.after for stage in stages)
-    for stage in stages:
-        own = [members[number] for number in stage.members]
-        assert stage.after == max(member.final.after for member in own)
-        assert len({member.facts for member in own}) == 1
-        size, last = sum(member.size_bytes for member in own), own[-1].size_bytes
-        assert size <= largest or len(own) == 1 or 2 * (size - last) < largest

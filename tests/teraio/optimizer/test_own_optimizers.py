@@ -97,7 +97,7 @@ def model(width: int, layers: int, dtype: torch.dtype) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("made", "independent", "width", "layers", "budget"),
-    [(Lion, "parameters", 512, 12, 14 * MIB), (Mixed, "elements", 1024, 3, 20 * MIB), (Normed, "parameters", 512, 12, 14 * MIB)],
+    [(Lion, "parameters", 512, 12, 14 * MIB), (Mixed, "elements", 1024, 3, 20 * MIB)],
 )
 def test_steps_have_the_same_bits_within_the_budget(
     made: Callable[..., Optimizer],

@@ -113,10 +113,3 @@ def test_nothing_is_said_where_parameters_get_other_memory_before_the_step(
         optimizer.step()
         optimizer.zero_grad()
     assert not caplog.messages
-
-
-def test_nothing_is_said_without_the_backend(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(STEPS, "_wanted", lambda: False)
-    module = Whole()
-    train(module, module, torch.ones(2, 512))
-    assert not caplog.messages

@@ -49,9 +49,8 @@ def stepping(budget_bytes: int | None = None) -> Iterator[ManagedTraining]:
 
 
 OPTIMIZERS_WITH_MORE_STATE = {
-    **{name: OPTIMIZERS[name] for name in ("AdamW foreach", "SGD momentum", "Adagrad", "ASGD", "Rprop")},
+    **{name: OPTIMIZERS[name] for name in ("AdamW foreach", "Adagrad", "Rprop")},
     "AdamW amsgrad fused": two_groups(torch.optim.AdamW, amsgrad=True, fused=True),
-    "RMSprop all": two_groups(torch.optim.RMSprop, momentum=0.9, centered=True, foreach=True),
 }
 
 
@@ -105,32 +104,6 @@ def test_parameters_of_others_are_left_alone_and_closing_unhooks() -> None:
 
 
 # -- which optimizers are managed, and how those are that cannot be cut
-
-
-def test_off_and_chosen(started: Start) -> None:
-    training = started(2, budget_bytes=None, automatic=False)
-    optimizer = torch.optim.AdamW(training.parameters)
-    training.train(optimizer, 2)
-    assert training.states() == {} and training.pager.account.fixed_bytes == state_bytes(optimizer)
-    assert all(stage.phase != "optimizer" for iteration in training.iterations for stage in iteration.stages)
-    training.steps.manage(optimizer)
-    assert len(training.states()) == 4 and training.pager.account.fixed_bytes == 2 * 4, "at once"
-    training.train(optimizer, 1, first=2)
-    assert "optimizer" in [stage.phase for stage in training.iterations[-1].stages]
-    assert same(everything(optimizer), plain(3, square_parameters(2)))
-
-
-def test_what_is_chosen_before_its_parameters_are_known(started: Start) -> None:
-    training = started(2, budget_bytes=None)
-    later = square_parameters(2)
-    optimizer = torch.optim.Adagrad(later)
-    training.steps.manage(optimizer)
-    assert training.states() == {}
-    for parameter in later:
-        training.pager.block_of(parameter, name="later", kind="parameter", user_visible=True)
-    training.steps.between_regions()
-    assert set(training.states()) == {"optimizer/later.sum"}
-    assert sum(block.kind == "optimizer_state" for block in training.pager.blocks) == 2
 
 
 class AdamW(Optimizer):

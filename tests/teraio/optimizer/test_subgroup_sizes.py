@@ -131,13 +131,6 @@ def test_costly_updates_and_slow_links_give_larger_and_smaller_subgroups() -> No
     assert chosen(1e7, 1e-6) == MIN_SUBGROUP_BYTES
 
 
-@pytest.mark.parametrize(("host_bytes", "tier"), [(4 * GIB, "host"), (4 * GIB - 1, "storage")])
-def test_the_links_are_those_of_the_tier_that_holds_the_states(host_bytes: int, tier: str) -> None:
-    machine = hardware({"host": 2e10, "storage": 1e9}, host_bytes)
-    sizes = SubgroupSizes(lambda: machine, measure=Measured(1e-3))
-    assert sizes.choose(adam(), SIZES, 4 * GIB, pager()) == best(machine, tier, 1e-3, 4 * GIB)
-
-
 def test_where_nothing_is_measured() -> None:
     measure = Measured(1e-3)
     assert SubgroupSizes(measure=measure).choose(adam(), SIZES, 16 * MIB, pager()) == MIN_SUBGROUP_BYTES
