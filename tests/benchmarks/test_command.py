@@ -1,13 +1,10 @@
 """The benchmark's command line: its parts and defaults, what it refuses, the file it writes."""
 
 import json
-import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import typer
 from typer.testing import CliRunner
 
@@ -15,7 +12,7 @@ from benchmarks.__main__ import DEFAULT, llama_parts, llama_scale_for, main, par
 from benchmarks.alone import Runner
 from benchmarks.emulated import Emulation
 from benchmarks.planner_cases import Selection
-from benchmarks.results import Result, save, versions
+from benchmarks.results import Result, versions
 
 
 def test_every_default_part_exists_and_a_gpu_trains_what_the_readme_says(tmp_path: Path) -> None:
@@ -44,21 +41,6 @@ def test_the_command_writes_a_file_also_when_the_time_is_over(tmp_path: Path) ->
     assert [result.part for result in results] == ["gpu_overhead", "gpu_budgets", "gpu_bubble"]
     assert "not run: the 0 s are over" in {figure.note for result in results for figure in result.figures}
     assert results[0].settings["scale"]["sizes"] == "('gpt2-124m',)"
-
-
-def test_a_file_from_a_gpu_names_it_and_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU X")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="GPU X", total_memory=80 << 30))
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 570.1\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    machine = json.loads(save([], tmp_path, "cuda").read_text())["machine"]
-    assert (machine["gpu"], machine["gpu_memory_bytes"], machine["driver"]) == ("GPU X", 80 << 30, "570.1")
-    smi.unlink()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert json.loads(save([], tmp_path, "cuda").read_text())["machine"]["driver"] is None
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,17 @@
 """The parts that train Llamas: which trainings run, in what setting, and what becomes of them."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import alone, gpu_links, gpu_optimizer
+from benchmarks import gpu_links, gpu_optimizer
 from benchmarks.__main__ import llama_parts
-from benchmarks.alone import TRAININGS, Missing, Run, Runner
-from benchmarks.gpu_budgets import budget_figures
-from benchmarks.gpu_optimizer import followed
+from benchmarks.alone import Missing
 from benchmarks.results import Result, save
-from examples.llama import SIZES
 from planner import Plan
 
-from .made_up import GIB, MadeUp, a_trace, by_name, tiny_scale
+from .made_up import GIB, MadeUp, a_trace, by_name
 
 
 def test_equal_settings_run_once_and_none_starts_after_the_limit(tmp_path: Path) -> None:
@@ -48,27 +44,6 @@ def test_every_part_has_its_figures_from_trainings_that_run_once(tmp_path: Path)
     assert bubble["tiny, 50 %, host: idle"].note == "tiny, 50 %, host failed"
 
 
-def test_the_headline_needs_three_trainings_which_are_on_disk_at_once_and_which_later_parts_share(tmp_path: Path) -> None:
-    runner = MadeUp(tmp_path, fails=("30 %",))
-    known, lines, plain = llama_parts(runner), [], runner.plain
-
-    def written() -> list[dict[str, object]]:
-        return [json.loads(line) for line in (tmp_path / TRAININGS).read_text().splitlines()]
-
-    runner.plain = lambda size, backend: (plain(size, backend), lines.append(len(written())))[0]  # type: ignore[method-assign]
-    figures = by_name(known["gpu_headline"]()[0])
-    assert lines[0] == 1, "before the next one began"
-    first, second, third = written()
-    assert (first["training"], first["tokens_per_second"]) == ("tiny, inductor", pytest.approx(375))
-    assert second["steps"][0]["seconds"] == 2.0 and second["report"]["parameters"] == 1  # type: ignore[index]
-    assert second["setting"]["options"]["memory_budget"] == 5 * GIB  # type: ignore[index]
-    assert third["missing"] == "tiny, 30 %, host failed"
-    assert "0.800 x Inductor" in figures["tiny, 50 %, host: tokens/s"].note
-    known["gpu_budgets"]()
-    assert list(runner.settings)[:3] == ["tiny, inductor", "tiny, 50 %, host", "tiny, 30 %, host"]
-    assert len(runner.settings) == len(set(runner.settings)), "none ran twice"
-
-
 def test_budgets_are_shares_of_the_unconstrained_peak_with_every_choice_of_tiers(tmp_path: Path) -> None:
     runner = MadeUp(tmp_path)
     figures = by_name(llama_parts(runner)["gpu_budgets"]()[0])
@@ -84,16 +59,6 @@ def test_budgets_are_shares_of_the_unconstrained_peak_with_every_choice_of_tiers
     assert figures["tiny, 30 %, checkpointing 4 of 4 layers: peak / budget"].value == pytest.approx(2.0)
     assert runner.settings["tiny, eager, save_on_cpu"].save_on_cpu
     assert figures["tiny, eager: tokens/s"].value == pytest.approx(375)
-
-
-def test_where_inductor_does_not_fit_the_trace_tells_the_peak(tmp_path: Path) -> None:
-    runner = MadeUp(tmp_path, fails=("inductor",))
-    assert by_name(llama_parts(runner)["gpu_budgets"]()[0])["tiny: unconstrained peak"].value == 2
-    assert runner.settings["tiny, 50 %, storage"].options["memory_budget"] == GIB
-    hopeless = by_name(llama_parts(MadeUp(tmp_path, fails=("tiny",)))["gpu_budgets"]()[0])
-    assert hopeless["tiny: unconstrained peak"].note == (
-        "Inductor: tiny, inductor failed; teraio: tiny, nearly all memory failed"
-    )
 
 
 def test_links_are_compared_with_raw_copies_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,30 +93,3 @@ def test_every_policy_plans_for_the_first_trainings_trace_and_is_followed(
     assert "tiny, no-such-policy" not in runner.settings
     (only,) = llama_parts(MadeUp(tmp_path, fails=("host",)))["gpu_optimizer"]()[0]
     assert (only.value, only.note) == (None, "tiny, 30 %, host failed")
-
-
-# -- trainings that really run, each in a process of its own
-
-BUDGET = 42 << 20
-
-
-@pytest.mark.long
-def test_a_training_under_a_budget_gives_its_trace_which_another_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker of `test_rivals.py` and that of the examples run by default."""
-    monkeypatch.setattr(alone, "COUNTED_SECONDS", 0.0)
-    monkeypatch.setattr(alone, "GROUP_SECONDS", 0.0)
-    monkeypatch.setattr(alone, "SIZES", {"tiny": replace(SIZES["tiny"], layers=1)})
-    (tmp_path / "storage").mkdir()
-    options = {"memory_budget": BUDGET, "storage": str(tmp_path / "storage"), "codegen": "eager", "profile_iterations": 1}
-    runner = Runner(tiny_scale(tmp_path))
-    first = runner.run("a budget", runner.scale.setting("tiny", options=options))
-    assert isinstance(first, Run), first.reason
-    assert len(first.steps) == 2 and first.steps[0].tokens == 16 and first.phase in ("planning", "planned")
-    assert first.trace is not None and len(first.trace.hardware.links) == 2
-    assert first.peak_bytes > 20 << 20 and first.busy_seconds is not None
-    assert first.moved_bytes["storage->device"] > 1 << 20
-    assert by_name(budget_figures("x", first, BUDGET, first))["x: use of storage->device"].value is not None
-    outcome = followed(runner, "tiny", "zero-infinity", first.trace, options)
-    assert isinstance(outcome, Run), outcome.reason
-    assert outcome.phase == "planned" and outcome.plan is not None and outcome.plan.policy == "zero-infinity"
-    assert [step.loss for step in outcome.steps] == pytest.approx([step.loss for step in first.steps], rel=1e-4)

@@ -14,14 +14,11 @@ from benchmarks.idle_training import IdleTraining
 from benchmarks.layer_by_layer import layer_by_layer
 from benchmarks.rank_optimizer import BYTES_EACH, POLICIES
 from benchmarks.ranks import RANKS, Ranks
-from benchmarks.slow_drive import hold_drives_to
 from examples.gpt import GPTConfig
 from examples.training import Setting
 from planner import Budgets, Trace, plan, simulate
 from planner.errors import TeraioError
 from planner.policies import POLICIES as KNOWN
-from runtime.storage import PosixStore
-from runtime.transfer import Engine
 from tools.made_up_cuda.build import BuildError
 from tools.made_up_cuda.emulated import build
 
@@ -58,22 +55,6 @@ def test_ranks_take_their_steps_together(tmp_path: Path) -> None:
         reports = ranks.finish()
     assert len(reports) == RANKS and all(0 < loss < 10 for loss in losses)
     assert len(list(tmp_path.glob("*.log"))) == RANKS
-
-
-def test_slow_drives_are_held_to_their_rate_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rate = 2e7  # far below what any drive reaches here, page cache included
-    for name in ("write_chunk", "read_chunk"):
-        monkeypatch.setattr(PosixStore, name, getattr(PosixStore, name))  # put back at the end
-    hold_drives_to(rate)
-    store = PosixStore([tmp_path], budget_bytes=None)
-    engine = Engine(store, threads=2, chunk_bytes=64 << 10)
-    try:
-        engine.verify(256 << 10)
-        rates = engine.measure(1 << 20)
-    finally:
-        engine.close()
-        store.close()
-    assert 0 < rates.write_bytes_per_second < 1.5 * rate and 0 < rates.read_bytes_per_second < 1.5 * rate
 
 
 def test_what_the_emulated_gpu_lacks_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import alone
 from benchmarks.__main__ import llama_parts
 from benchmarks.alone import Run, Runner
-from benchmarks.rival_training import CannotRun, RivalSetting, RivalTraining, _mark_large, begin
+from benchmarks.rival_training import CannotRun, RivalSetting, RivalTraining, begin
 from benchmarks.rivals import PROGRAM, RIVALS
 from examples.llama import SIZES
 from examples.training import Setting, Training
@@ -72,16 +71,6 @@ def test_a_rival_trains_in_a_process_of_its_own(tmp_path: Path, wanted: list[flo
     assert isinstance(outcome, Run), outcome.reason
     assert outcome.phase == "" and outcome.seconds > 0 and outcome.report.status is None
     assert outcome.steps[0].loss < wanted[0], "it learns"
-
-
-def test_only_large_tensors_are_marked_for_the_compiler() -> None:
-    graph = torch.fx.Graph()
-    for name, size in (("small", 10), ("large", 1 << 20)):
-        graph.placeholder(name).meta["val"] = torch.empty(size, device="meta")
-    graph.output(())
-    module = torch.fx.GraphModule({}, graph)
-    assert _mark_large(module, None) is module
-    assert [node.name for node in graph.nodes if node.meta.get("should_offload")] == ["large"]
 
 
 def test_all_train_under_teraios_budget_and_share_its_trainings(tmp_path: Path) -> None:
