@@ -70,8 +70,7 @@ CPUs, and took none newer than 2.14.1. So the newest PyTorch, 2.15.0, is not in 
 for a GPU on [one made of software](gpu.md#a-gpu-made-of-software), and trainings by hand, with the bits of `torch.compile`.
 
 What these runs found, and what is mended: Python 3.12 counts objects that it never frees as frozen, so that its garbage collector
-was not kept from what a training holds. No private name of PyTorch was missing. The demo that failed with 2.11.0 had compiled for
-300 s on a busy machine, its limit then; that is 20 minutes now, and it has not run again.
+was not kept from what a training holds. No private name of PyTorch was missing.
 
 """
 
