@@ -4,8 +4,8 @@ python -m tools.versions [--python EXECUTABLE ...] [--torch VERSION ...] [--envi
     [--pip-args ARGS]
 
 Makes an environment under build/versions for each pair, unless existing ones are named, and removes it afterwards. In each, a
-core of the tests, the demo with few steps and rows, and two real models up to their plans run, one after the other. Exit status 1
-if anything failed; what it said is in build/versions.
+core of the tests, the demo with few steps, and two real models up to their plans run, one after the other. Exit status 1 if
+anything failed; what it said is in build/versions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MODELS = ("Llama", "ViT")
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=900")
 STEPS: Mapping[str, Sequence[str]] = {
     "core": (*_PYTEST, *(f"tests/{each}" for each in _CORE)),
-    "demo": ("-m", "examples.train_text", *"--iterations 9 --rounds 1 --batch 3 --output build/versions/demo".split()),
+    "demo": ("-m", "examples.train_text", *"--iterations 9 --rounds 1 --output build/versions/demo".split()),
     "models": (*_PYTEST, *(f"tests/models/test_models.py::test_half_of_the_memory[model-{each}-eager]" for each in _MODELS)),
 }
 """What runs in each environment, as arguments of its Python."""
@@ -59,11 +59,11 @@ private names of PyTorch that teraio uses are listed in `runtime/torch_names.py`
 PyTorch has renamed one, an error says which.
 
 `make test-versions` makes an environment for each Python that is there and each PyTorch, and runs a core of the tests, the demo
-with few steps and rows, and two real models, each trained without a budget and with half of its memory up to a plan, with the
-same bits. It takes 4.5 GB of disk for one environment at a time, where pip finds PyTorch's builds for CUDA, as on PyPI;
-`PIP_ARGS` names an index that has those for CPUs. `ARGS="--torch 2.13.0 --python /usr/bin/python3.12"` chooses, `--step core`
-runs one of the three. Each cell is the last run on that version, without a GPU. What ran on a GPU, and on one made of software,
-is on the page [GPUs](gpu.md).
+with few steps, and two real models, each trained without a budget and with half of its memory up to a plan, with the same bits.
+It takes 4.5 GB of disk for one environment at a time, where pip finds PyTorch's builds for CUDA, as on PyPI; `PIP_ARGS` names
+an index that has those for CPUs. `ARGS="--torch 2.13.0 --python /usr/bin/python3.12"` chooses, `--step core` runs one of the
+three. Each cell is the last run on that version, without a GPU. What ran on a GPU, and on one made of software, is on the page
+[GPUs](gpu.md).
 
 All tests run with Python 3.11 and PyTorch 2.13.0, built for CPUs. Where these runs were made, pip found no other builds for
 CPUs, and took none newer than 2.14.1. So the newest PyTorch, 2.15.0, is not in the table. With Python 3.13 it has run the tests
