@@ -144,6 +144,7 @@ def both(setting: Setting, at_most: int, rounds: int, output: Path, console: Con
             "trace_out": str(output / "trace.json"),
             "plan_out": str(output / "plan.json"),
             "plan_cache": "off",  # nothing outside of the folder
+            "tiles": "off",  # the stages of the first run, so that losses are the same to the last bit
         }
         limited = setting.model_copy(update={"options": options})
         with running(limited, "half the memory", output, progress) as second:

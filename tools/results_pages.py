@@ -162,6 +162,7 @@ class Trend:
     title: str
     part: str
     columns: Mapping[str, str]
+    options: str = ""
 
 
 TRENDS = (
@@ -183,13 +184,17 @@ TRENDS = (
             "no budget": f"{_H100}, llama-3.2-1b, eager without a budget",
             **{f"{share} %": f"{_H100}, llama-3.2-1b, {share} %, teraio, host" for share in (70, 50, 30)},
         },
+        ' --machine h100 --size llama-3.2-1b --way "teraio, host"',
     ),
 )
 
 
 def trends_page(contents: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the content of `docs/trends.md`. contents: of the result files by name, in the order of their dates."""
-    return INTRODUCTION + "".join(f"\n## {trend.title}\n\n{_table(trend, contents)}\n" for trend in TRENDS)
+    return INTRODUCTION + "".join(
+        f"\n## {trend.title}\n\nOnce more: `python -m benchmarks {trend.part}{trend.options}`\n\n{_table(trend, contents)}\n"
+        for trend in TRENDS
+    )
 
 
 def _table(trend: Trend, contents: Mapping[str, Mapping[str, Any]]) -> str:

@@ -60,18 +60,17 @@ PyTorch has renamed one, an error says which.
 
 `make test-versions` makes an environment for each Python that is there and each PyTorch, and runs a core of the tests, the demo
 with few steps, and two real models, each trained without a budget and with half of its memory up to a plan, with the same bits.
-It takes 4.5 GB of disk for one environment at a time, where pip finds PyTorch's builds for CUDA, as on PyPI; `PIP_ARGS` names an
-index that has those for CPUs. `ARGS="--torch 2.13.0 --python /usr/bin/python3.12"` chooses, `--step core` runs one of the three.
-Each cell is the last run on that version, without a GPU. What ran on a GPU, and on one made of software, is on the page
+It takes 4.5 GB of disk for one environment at a time, where pip finds PyTorch's builds for CUDA, as on PyPI; `PIP_ARGS` names
+an index that has those for CPUs. `ARGS="--torch 2.13.0 --python /usr/bin/python3.12"` chooses, `--step core` runs one of the
+three. Each cell is the last run on that version, without a GPU. What ran on a GPU, and on one made of software, is on the page
 [GPUs](gpu.md).
 
-All tests run with Python 3.11 and PyTorch 2.13.0, built for CPUs. The newest PyTorch, 2.15.0, is not in the table, because pip
-took none newer than 2.14.1 where these runs were made. With Python 3.13 it has run the tests for a GPU on
-[one made of software](gpu.md#a-gpu-made-of-software), and trainings by hand, with the bits of `torch.compile`.
+All tests run with Python 3.11 and PyTorch 2.13.0, built for CPUs. Where these runs were made, pip found no other builds for
+CPUs, and took none newer than 2.14.1. So the newest PyTorch, 2.15.0, is not in the table. With Python 3.13 it has run the tests
+for a GPU on [one made of software](gpu.md#a-gpu-made-of-software), and trainings by hand, with the bits of `torch.compile`.
 
 What these runs found, and what is mended: Python 3.12 counts objects that it never frees as frozen, so that its garbage collector
-was not kept from what a training holds. No private name of PyTorch was missing. The demo that failed with 2.11.0 had compiled for
-300 s on a busy machine, its limit then; that is 20 minutes now, and it has not run again.
+was not kept from what a training holds. No private name of PyTorch was missing.
 
 """
 

@@ -243,9 +243,10 @@ def some_seconds(seconds: float | None) -> str:
 
 
 def in_asked_unit(size_bytes: int) -> str:
-    """Return a budget in the unit in which it was asked for: "6.5 GB" if it is whole in MB and not in MiB, else "24.0 GiB"."""
-    decimal = size_bytes % 10**6 == 0 and size_bytes % (1 << 20) > 0
-    return f"{size_bytes / 1e9:,.10g} GB" if decimal else format_bytes(size_bytes)
+    """Return a budget in the unit that it was asked in: "6.5 GB" or "100 MB" if whole in MB and not in MiB, else "24.0 GiB"."""
+    if size_bytes % 10**6 or size_bytes % (1 << 20) == 0:
+        return format_bytes(size_bytes)
+    return f"{size_bytes / 1e9:,.10g} GB" if size_bytes >= 10**9 else f"{size_bytes // 10**6} MB"
 
 
 def budget(size_bytes: int | None) -> str:

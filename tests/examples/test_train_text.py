@@ -95,7 +95,7 @@ def test_both_take_as_many_steps_within_one_folder(tmp_path: Path, monkeypatch: 
     assert len(first.steps) == len(second.steps) == 6 + 2 * 2 and len(first.turns) == len(second.turns) == 2
     (plain, _, _), (limited, _, _) = GivenWorker.made
     assert plain.options == {"codegen": "eager"} and limited.options["memory_budget"] == device_budget(step())
-    assert limited.options["plan_cache"] == "off" and limited.options["storage"] == str(tmp_path)
+    assert limited.options["plan_cache"] == limited.options["tiles"] == "off" and limited.options["storage"] == str(tmp_path)
     for _, log, environment in GivenWorker.made:
         assert log.parent == tmp_path
         assert all(environment[name].startswith(str(tmp_path)) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"))

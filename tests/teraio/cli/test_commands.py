@@ -339,6 +339,7 @@ def test_bytes_for_people(size_bytes: float, text: str) -> None:
 
 def test_budgets_have_the_units_that_they_were_asked_for_in(run: RunCommand) -> None:
     assert fact(run("plan", CHAIN_FILE, "--device", "6.5GB", "--host", "24GiB").out, "device budget") == "6.5 GB (6.05 GiB)"
+    assert fact(run("plan", CHAIN_FILE, "--device", "100MB").out, "device budget") == "100 MB (95.4 MiB)"
     assert fact(run("plan", CHAIN_FILE, "--device", "24GiB").out, "device budget") == "24.0 GiB (25,769,803,776 bytes)"
     for asked, shown in (("1GB:2GB:4", ["1 GB", "1.333 GB", "1.666 GB", "2 GB"]), ("1GiB:2GiB:2", ["1.00 GiB", "2.00 GiB"])):
         swept = run("sweep", CHAIN_FILE, "--device", asked, "--policy", "belady").out
