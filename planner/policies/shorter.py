@@ -4,8 +4,8 @@
 A plan is made for the longest inputs. Shorter ones run the same stages over the same blocks, which are smaller: so the plan holds
 for them, but moves, or drops and makes again, blocks for which there would be room. The trace says how sizes and times depend on
 the length. At each length the plan is replayed with fewer and fewer re-runs, the longest for what they spare left out first, and
-then with fewer and fewer moves, the largest first, as long as it fits and ends no later. What moves over the end of an iteration
-does so as ever, so that each iteration finds blocks where any of these plans expects them.
+then with fewer and fewer moves, the largest first, as long as it fits and ends no later. Blocks that are away when an iteration
+ends are away as ever, so that each iteration finds blocks where any of these plans expects them.
 """
 
 from __future__ import annotations
@@ -31,23 +31,29 @@ def with_shorter(plan: Plan, trace: Trace, lengths: Iterable[int] | None = None)
     if lengths is not None:
         known = trace.lengths.highest[1:] if trace.lengths is not None else ()
         rows = ([(length, *known)] for length in sorted(set(lengths)) if trace.at(length) is not trace)
-    inside = sum(move.before < len(trace.stages) + len(plan.recompute) for move in plan.moves)
+    inside = _inside(plan, trace)
     found: list[Shorter] = []
     for row in rows:
         for sizes in row:
             shorter = _shorter(plan, trace.at(*sizes), sizes)
             found += [] if shorter is None else [shorter]
-            if shorter is not None and len(shorter.left_out) == inside and len(shorter.skipped) == len(plan.recompute):
+            if shorter is not None and len(shorter.left_out) == len(inside) and len(shorter.skipped) == len(plan.recompute):
                 break  # even shorter inputs cannot do with less
     return plan.model_copy(update={"shorter": tuple(sorted(found, key=lambda each: each.sizes, reverse=True))})
 
 
+def _inside(plan: Plan, trace: Trace) -> list[int]:
+    """Return the moves, by number, but for those of blocks that are away when the iteration ends."""
+    away = {placement.block for placement in plan.initial if placement.tier != "device"}
+    count = len(trace.stages) + len(plan.recompute)
+    return [number for number, move in enumerate(plan.moves) if move.before < count or move.block not in away]
+
+
 def _shorter(plan: Plan, trace: Trace, sizes: tuple[int, ...]) -> Shorter | None:
     """Return what is followed at these sizes. trace: at these."""
-    count, blocks = len(trace.stages) + len(plan.recompute), [trace.blocks[move.block] for move in plan.moves]
-    inside = [number for number, move in enumerate(plan.moves) if move.before < count]
+    blocks = [trace.blocks[move.block] for move in plan.moves]
     # What is too small to move at this length does not.
-    moves = sorted(inside, key=lambda number: (blocks[number].movable, -blocks[number].size_bytes))
+    moves = sorted(_inside(plan, trace), key=lambda number: (blocks[number].movable, -blocks[number].size_bytes))
     small = sum(not blocks[number].movable for number in moves)
 
     def seconds_per_byte(number: int) -> float:

@@ -170,7 +170,7 @@ class Plan(GrownModel):
     `moves` are in queue order: of the moves that start at the same stage, a link serves the first one first. The `updates` on
     the host are in queue order too. subgroup_bytes: from the trace; training with this plan must cut optimizers into subgroups
     of that size. shorter: what is followed for shorter inputs, the longest first, where the trace says how sizes depend on the
-    length. Moves over the iteration's end are in all of them: each iteration finds blocks where any of these expects them.
+    length. Blocks that are away when the iteration ends are so in all of them: each finds blocks where any of these expects them.
     """
 
     added_later = ("subgroup_bytes", "shorter")

@@ -92,6 +92,32 @@ def test_what_has_room_stays_and_the_plan_is_one_file(tmp_path: Path) -> None:
     assert by_itself[0].sizes == (8,) and len(by_itself[-1].left_out) == len(made.moves), "down to where all has room"
 
 
+@pytest.mark.parametrize(("start", "waits_in", "left_out"), [(3, "storage", ()), (4, "device", (0,))])
+def test_only_blocks_that_are_away_when_the_iteration_ends_have_to_move(start: int, waits_in: str, left_out: object) -> None:
+    """A state that leaves after the iteration has begun may stay in a short one, although its use before was in the last one."""
+    whole = varying(trace(staged("ffbo", 10.0), [block(10, [0], [1, 2]), block(10, [3], [3], "optimizer_state")]))
+    made = Plan.model_validate(
+        {
+            "trace_fingerprint": whole.fingerprint,
+            "policy": "by hand",
+            "budgets": {"device_bytes": 15},
+            "initial": [{"block": 1, "tier": waits_in}],
+            "moves": [
+                {
+                    "block": 1,
+                    "after": 3,
+                    "before": 7,
+                    "tier": "storage",
+                    "offload": {"start": start, "free_after": start},
+                    "prefetch": {"start": 7, "ready_by": 7},
+                }
+            ],
+        }
+    )
+    (short,) = with_shorter(made, whole, [5]).shorter
+    assert short.left_out == left_out
+
+
 def test_stages_run_again_only_where_there_is_no_room() -> None:
     """What is not dropped stays, and the numbers of stages stay those of the plan."""
     whole = varying(layers(rate=1.0))
@@ -133,5 +159,3 @@ def test_a_thinned_plan_is_never_slower_and_leaves_the_border_as_it_is(problem: 
         except TeraioError:
             continue
         assert replayed.iteration_seconds <= most * (1 + 1e-9)
-        count = len(whole.stages) + len(made.recompute)
-        assert all(made.moves[number].before < count for number in shorter.left_out)
