@@ -151,7 +151,7 @@ def test_a_thinned_plan_is_never_slower_and_leaves_the_border_as_it_is(problem: 
         return
     for shorter in with_shorter(made, whole, (9, 6, 3)).shorter:
         short = whole.at(*shorter.sizes)
-        replayed = simulate(short, made.thinned(shorter.left_out, shorter.skipped, short))
+        replayed = simulate(short, made.followed(shorter, short))
         assert replayed.iteration_seconds == shorter.predicted.iteration_seconds
         all_of_them = [n for n, move in enumerate(made.moves) if not short.blocks[move.block].movable]
         try:
