@@ -24,7 +24,7 @@ from planner import (
 from planner.schema import Work
 
 from ..strategies import problems
-from ..traces import block, group, hand, layers, staged, trace, varying
+from ..traces import block, group, hand, hardware, layers, staged, trace, varying
 
 
 def test_a_trace_at_another_length() -> None:
@@ -116,6 +116,23 @@ def test_only_blocks_that_are_away_when_the_iteration_ends_have_to_move(start: i
     )
     (short,) = with_shorter(made, whole, [5]).shorter
     assert short.left_out == left_out
+
+
+def test_copies_begin_earlier_where_shorter_inputs_leave_room_for_that(tmp_path: Path) -> None:
+    """The first block has to make way at all lengths. Only short inputs have room for it before the last stage, too."""
+    blocks = [block(6, [0], [5]), block(12, [1], [], "gradient"), block(10, [2], [3, 4])]
+    whole = varying(trace(staged("ffffff"), blocks, hardware(rate=2.0)))
+    made = with_shorter(plan(whole, Budgets(device_bytes=14)), whole, [5])
+    (short,) = made.shorter
+    at_five = whole.at(5)
+    assert made.replayed.iteration_seconds == pytest.approx(6 + 2 * 3), "both copies are waited for"
+    assert simulate(at_five, made.thinned((), (), at_five)).iteration_seconds == pytest.approx(3 + 2 * 1.5)
+    assert short.moves and short.predicted.iteration_seconds == pytest.approx(3 + 1.5)
+    followed = made.followed(short, at_five)
+    assert simulate(at_five, followed).iteration_seconds == short.predicted.iteration_seconds
+    assert followed.initial == made.initial and made.followed(None, at_five).moves == made.moves
+    made.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == made
 
 
 def test_stages_run_again_only_where_there_is_no_room() -> None:
