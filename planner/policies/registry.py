@@ -22,11 +22,11 @@ from planner.problem import (
     DEFAULT_THREADS,
     DEFAULT_TIME_LIMIT_SECONDS,
     DEFAULT_WRITE_WEIGHT,
-    Decision,
     Decisions,
     Problem,
     SolverSettings,
     build_plan,
+    decisions_of,
     folded,
     host_updatable,
     out_of_time,
@@ -166,16 +166,8 @@ def _by_stretch(trace: Trace, budgets: Budgets, task: Task, make: Callable[[Trac
     try:
         laid_out = repeats.laid_out(short)
         problem, plan = _problem_of(trace, budgets, laid_out)
-        decisions = {
-            problem.period_after[move.block, move.after]: Decision(
-                tier=move.tier,
-                leave=move.after if move.offload is None else move.offload.start,
-                start=move.before if move.prefetch is None else move.prefetch.start,
-            )
-            for move in plan.moves
-            if (move.block, move.after) in problem.period_after  # gradients of updates on the host have no period
-        }
-        best = min(exact_candidates(problem, decisions, task.settings.write_weight), key=lambda candidate: candidate.cost)
+        found = exact_candidates(problem, decisions_of(problem, plan), task.settings.write_weight)
+        best = min(found, key=lambda candidate: candidate.cost)
     except (InfeasiblePlanError, PlanError):
         return None
     made = best.plan.model_copy(update={"policy": task.policy, "solver": short.solver})

@@ -1,6 +1,6 @@
 """What follows from a trace and budgets, for every policy: inactive periods, routes, capacities and updates on the host."""
 
-from planner.problem.decisions import TierCapacity, build_plan, copies_out
+from planner.problem.decisions import TierCapacity, build_plan, copies_out, decisions_of
 from planner.problem.host_updates import (
     device_iteration,
     gradients,

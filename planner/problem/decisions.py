@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.problem.host_updates import gradients
-from planner.problem.problem import Decisions, Problem, Route
+from planner.problem.problem import Decision, Decisions, Problem, Route
 from planner.schema import Move, Offload, Placement, Plan, Prefetch, Update, WaitingTier
 
 
@@ -89,6 +89,20 @@ def copies_out(problem: Problem, decisions: Decisions) -> set[int]:
         if key not in first or problem.periods[first[key]].rank > period.rank:
             first[key] = index
     return set(first.values())
+
+
+def decisions_of(problem: Problem, plan: Plan) -> Decisions:
+    """Return the decisions that the moves of a plan carry out, as far as the problem has their periods."""
+    decisions: Decisions = {}
+    for move in plan.moves:
+        index = problem.period_after.get((move.block, move.after))
+        if index is not None:  # gradients of updates on the host have none
+            decisions[index] = Decision(
+                tier=move.tier,
+                leave=move.after if move.offload is None else move.offload.start,
+                start=move.before if move.prefetch is None else move.prefetch.start,
+            )
+    return decisions
 
 
 def build_plan(problem: Problem, decisions: Decisions, *, policy: str) -> Plan:

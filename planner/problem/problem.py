@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ from planner.errors import BudgetError, format_bytes
 from planner.problem.host_updates import device_iteration, host_bytes, host_updatable, movable_blocks, parameters
 from planner.problem.lifetimes import InactivePeriod, inactive_periods, live_bytes, stage_floors
 from planner.problem.shared_limits import SharedLimit, shared_limits
-from planner.schema import Block, Budgets, Link, Subgroup, Trace, WaitingTier
+from planner.schema import Block, Budgets, Link, Subgroup, Tier, Trace, WaitingTier
 
 _UNITS_PER_ITERATION = 100.0
 DEFAULT_GAP = 0.005
@@ -79,6 +79,7 @@ class Problem:
     block waits in the host tier. `host_blocks`: movable blocks of subgroups that update on the host, with their whole size. They
     have their place in the host tier for good, and wait in no other tier. `gradient_leaves`: by block, the stage at whose end a
     gradient of such a subgroup leaves, if that is later than right after its last use; `live_bytes` includes it until then.
+    `border`: the tier of each persistent block when the iteration begins, where that is given: decisions must agree with it.
     """
 
     source: Trace
@@ -93,9 +94,12 @@ class Problem:
     updated: dict[int, int]
     host_blocks: tuple[Block, ...]
     gradient_leaves: dict[int, int] = field(default_factory=dict)
+    border: Mapping[int, Tier] | None = None
 
     @classmethod
-    def of(cls, source: Trace, budgets: Budgets, on_host: Sequence[int] = ()) -> Problem:
+    def of(
+        cls, source: Trace, budgets: Budgets, on_host: Sequence[int] = (), border: Mapping[int, Tier] | None = None
+    ) -> Problem:
         """Build the problem. Raises BudgetError when the device budget is below what one stage needs.
 
         on_host: ids of `host_updatable` subgroups. Does not check that their blocks fit into the host tier.
@@ -112,6 +116,8 @@ class Problem:
                 smallest_bytes=floors[worst], budget_bytes=budgets.device_bytes, stage=trace.stages[worst].name, why=why
             )
         periods = inactive_periods(trace) if routes else ()
+        if border is not None:  # what is on the device then stays there around it
+            periods = tuple(p for p in periods if p.final or p.before < len(trace.stages) or border[p.block] != "device")
         covering: list[list[int]] = [[] for _ in trace.stages]
         for index, period in enumerate(periods):
             for stage in range(period.after + 1, period.before):
@@ -128,6 +134,7 @@ class Problem:
             covering=tuple(tuple(indices) for indices in covering),
             updated=_updated(source, periods, on_host),
             host_blocks=tuple(block for number in on_host for block in movable_blocks(source, source.subgroups[number])),
+            border=border,
         )
 
     @property
@@ -177,6 +184,12 @@ class Problem:
     def byte_scale(self) -> float:
         """The unit in which rows of programs count bytes: the device budget. It keeps the numbers near one."""
         return float(max(self.budgets.device_bytes, 1))
+
+    @cached_property
+    def over_the_end(self) -> frozenset[int]:
+        """Periods in which, by the `border`, the block is away when the iteration ends: they always have a decision."""
+        periods = enumerate(self.periods if self.border is not None else ())
+        return frozenset(index for index, period in periods if period.before >= self.stage_count and not period.final)
 
     def host_only(self, index: int) -> bool:
         """Return whether the block of a period may wait in the host tier only."""

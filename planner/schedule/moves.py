@@ -76,11 +76,14 @@ def _furthest_first(problem: Problem, decisions: Decisions, stage: int) -> list[
 
 
 def prune(problem: Problem, decisions: Decisions, cost: dict[int, float]) -> Decisions:
-    """Take back moves that neither the budget nor an update on the host needs, the most expensive first (`cost` by period)."""
+    """Take back moves that nothing needs (neither budget nor update on the host nor border), the most expensive first.
+
+    cost: by period.
+    """
     result = dict(decisions)
     occupied = problem.occupancy(result)
     budget, count = problem.budgets.device_bytes, problem.stage_count
-    for index in sorted(decisions.keys() - problem.updated.keys(), key=lambda i: (-cost[i], i)):
+    for index in sorted(decisions.keys() - problem.updated.keys() - problem.over_the_end, key=lambda i: (-cost[i], i)):
         decision, size = result[index], problem.periods[index].size_bytes
         stages = [stage % count for stage in range(decision.leave + 1, decision.start)]
         if all(occupied[stage] + size <= budget for stage in stages):
@@ -123,7 +126,9 @@ def prefetch_from(problem: Problem, decisions: Decisions, targets: dict[int, int
     coming = (index for index in targets if not problem.periods[index].final)
     for index in sorted(coming, key=lambda i: (problem.periods[i].before % stages, targets[i])):
         size, start = problem.periods[index].size_bytes, problem.periods[index].before
-        lowest = max(targets[index], result[index].leave + 1)
+        # Not before the iteration has begun, where the block is to be away by then: which one comes is not known before.
+        least = min(stages + 1, start) if index in problem.over_the_end else 0
+        lowest = max(targets[index], result[index].leave + 1, least)
         while start > lowest and occupied[(start - 1) % stages] + size <= budget:
             start -= 1
             occupied[start % stages] += size

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
+from planner.errors import InfeasiblePlanError
 from planner.problem import DEFAULT_WRITE_WEIGHT, Decisions, Problem, build_plan, host_start, outward_weight, user_stages
 from planner.schema import Plan
 from planner.simulator import Timeline, simulate
@@ -93,8 +94,11 @@ class ReplayedPlan:
 
     @classmethod
     def of(cls, problem: Problem, decisions: Decisions, write_weight: float = DEFAULT_WRITE_WEIGHT) -> ReplayedPlan:
-        """Build the plan and replay it. Raises InfeasiblePlanError as `simulate` does."""
+        """Build the plan and replay it. Raises InfeasiblePlanError as `simulate` does, and where it has another border."""
         plan = build_plan(problem, decisions, policy="")
+        away = {each.block for each in plan.initial if each.tier != problem.border[each.block]} if problem.border else ()
+        if away:
+            raise InfeasiblePlanError(f"blocks {sorted(away)[:20]} do not begin the iteration in the tiers that are given")
         timeline = simulate(problem.source, plan)
         return cls(problem=problem, decisions=decisions, plan=plan, timeline=timeline, write_weight=write_weight)
 

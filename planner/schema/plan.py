@@ -151,16 +151,19 @@ class Predicted(GrownModel):
     recompute_seconds: Seconds = 0.0
 
 
-class Shorter(FrozenModel):
+class Shorter(GrownModel):
     """The plan for inputs that are no larger than `sizes`: without the moves `left_out` and the re-runs `skipped`.
 
-    sizes: as in `Lengths`. left_out, skipped: numbers in `moves` and `recompute`, for whose blocks there is room.
-    predicted: at these sizes; its lower bound is not computed.
+    sizes: as in `Lengths`. left_out, skipped: numbers in `moves` and `recompute`, for whose blocks there is room. moves: these in
+    place of the plan's, where there are some. predicted: at these sizes; its lower bound is not computed.
     """
+
+    added_later = ("moves",)
 
     sizes: Sizes
     left_out: Ids = ()
     skipped: Ids = ()
+    moves: Annotated[tuple[Move, ...], FailFast()] = ()
     predicted: Predicted
 
 
@@ -170,7 +173,7 @@ class Plan(GrownModel):
     `moves` are in queue order: of the moves that start at the same stage, a link serves the first one first. The `updates` on
     the host are in queue order too. subgroup_bytes: from the trace; training with this plan must cut optimizers into subgroups
     of that size. shorter: what is followed for shorter inputs, the longest first, where the trace says how sizes depend on the
-    length. Moves over the iteration's end are in all of them: each iteration finds blocks where any of these expects them.
+    length. Blocks that are away when the iteration ends are so in all of them: each finds blocks where any of these expects them.
     """
 
     added_later = ("subgroup_bytes", "shorter")
@@ -220,6 +223,13 @@ class Plan(GrownModel):
         )
         changed = {"trace_fingerprint": trace.fingerprint, "moves": moves, "recompute": recompute, "shorter": ()}
         return self.model_copy(update=changed)
+
+    def followed(self, shorter: Shorter | None, trace: Trace) -> Plan:
+        """Return what is followed where `shorter` is, or all of it for None, for a trace with other sizes."""
+        if shorter is None:
+            return self.thinned((), (), trace)
+        thinned = self.thinned(shorter.left_out, shorter.skipped, trace)
+        return thinned.model_copy(update={"moves": shorter.moves or thinned.moves})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

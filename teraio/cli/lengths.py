@@ -73,14 +73,16 @@ def _in_file(path: Path) -> dict[int, float]:
 def lengths_of_plan(plan: planner.Plan, trace: planner.Trace | None, counts: dict[int, float] | None = None) -> list[Data]:
     """Return what a plan takes at each length, the longest first; empty where it is for one length only.
 
-    `sizes`: None where it is not known which the longest is. `left_out`, `skipped`: moves, re-runs. counts: how often each length
-    occurs.
+    `sizes`: None where it is not known which the longest is. `moves`: how many are made. `skipped`: re-runs. counts: how often
+    each length occurs.
     """
     if not plan.shorter or plan.predicted is None:
         return []
     longest = None if trace is None or trace.lengths is None else trace.lengths.highest
-    rows = [(longest, plan.predicted, 0, 0)]
-    rows += [(each.sizes, each.predicted, len(each.left_out), len(each.skipped)) for each in plan.shorter]
+    rows = [(longest, plan.predicted, len(plan.moves), 0)]
+    for each in plan.shorter:
+        moves = len(each.moves) or len(plan.moves) - len(each.left_out)
+        rows.append((each.sizes, each.predicted, moves, len(each.skipped)))
     whole = sum(counts.values()) if counts else 0.0
     return [
         {
@@ -89,11 +91,11 @@ def lengths_of_plan(plan: planner.Plan, trace: planner.Trace | None, counts: dic
             "predicted": data_of(predicted),
             "waits_seconds": _waits(predicted),
             "peak_bytes": predicted.peak_bytes.get("device"),
-            "left_out": left_out,
+            "moves": moves,
             "skipped": skipped,
             "work": _work(trace, sizes),
         }
-        for sizes, predicted, left_out, skipped in rows
+        for sizes, predicted, moves, skipped in rows
     ]
 
 
@@ -117,7 +119,7 @@ def lengths_table(rows: Sequence[Data]) -> Table:
         ">without waiting": "predicted.ideal_seconds",
         ">waits": "waits_seconds",
         ">peak of device": "peak_bytes",
-        ">moves left out": "left_out",
+        ">moves": "moves",
         **({">re-runs skipped": "skipped"} if any(row["skipped"] for row in rows) else {}),
         **rate_columns(rows[0]["work"] if rows else None),
     }

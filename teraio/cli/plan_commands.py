@@ -89,9 +89,7 @@ def simulate(
         planner.simulate(loaded, decided)  # the plan must belong to the trace
         wanted = (length, *(loaded.lengths.highest[1:] if loaded.lengths is not None else ()))
         loaded = loaded.at(length)
-        found = decided.shorter_for(wanted)
-        left_out, skipped = (found.left_out, found.skipped) if found is not None else ((), ())
-        decided = decided.thinned(left_out, skipped, loaded).model_copy(update={"predicted": None})
+        decided = decided.followed(decided.shorter_for(wanted), loaded).model_copy(update={"predicted": None})
     summary = {**summarise_replay(loaded, decided, planner.simulate(loaded, decided)), "lengths": by_length}
     show_or_print(summary, [*replay_page(summary, rows), lengths_table(by_length)], as_json=as_json)
 

@@ -117,8 +117,10 @@ class PlanCursor:
                 self.deviations += index != self._next_region
                 self._next_region = index + 1
                 thinned = self.thinned and self.thinned.schedule_for(identity, begins=not index)
-                self._moving = thinned or self.schedule
+                moved, self._moving = self._moving, thinned or self.schedule
                 self.position = regions[index][1] + 1
+                if self._moving is not moved:  # what was asked for so far was what inputs of other sizes need
+                    self._prefetch(self.position - 1)
                 self._leave(self.position - 1)
                 return
         self.deviations += 1

@@ -55,6 +55,6 @@ class ThinnedPlans:
         if found is None:
             return None
         if found.sizes not in self._schedules:
-            thinned = self._plan.thinned(found.left_out, found.skipped, self._profile.trace)
-            self._schedules[found.sizes] = StageSchedule.of(self._profile, thinned)
+            followed = self._plan.followed(found, self._profile.trace)
+            self._schedules[found.sizes] = StageSchedule.of(self._profile, followed)
         return self._schedules[found.sizes]

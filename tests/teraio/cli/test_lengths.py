@@ -26,8 +26,8 @@ def test_a_plan_at_each_length(run: RunCommand, trace_file: Path, tmp_path: Path
     counts.write_text("10 1\n7,1\n5;2.0\n")
     told = run("plan", trace_file, "--device", "20", "--lengths", counts, "-o", plan_file).out
     assert fact(told, "iteration, mean over the lengths") == "4.05 s", "a quarter of 6.0 and of 4.2 s, half of 3.0 s"
-    assert has_line(told, r" +10 +25.0% +6.00 s +6.00 s +0 s +20 B +0")
-    assert has_line(told, r" +5 +50.0% +3.00 s +3.00 s +0 s +15 B +1")
+    assert has_line(told, r" +10 +25.0% +6.00 s +6.00 s +0 s +20 B +1")
+    assert has_line(told, r" +5 +50.0% +3.00 s +3.00 s +0 s +15 B +0")
     replayed = run("simulate", trace_file, plan_file, "--length", "5").out
     assert fact(replayed, "iteration") == "3.00 s" and fact(replayed, "peak of device") == "15 B"
     assert [row["sizes"] for row in run("simulate", trace_file, plan_file, "--json").json["lengths"]] == [[10], [7], [5]]

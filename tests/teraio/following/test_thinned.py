@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 from planner import Budgets, Plan, Trace, plan, with_shorter
 from runtime.execution import SizedGraph
@@ -10,6 +11,7 @@ from teraio.following.thinned import ThinnedPlans
 from teraio.profiling import Iteration, Profile, Region
 
 from ...planner.traces import hand, varying
+from .recorded import WEIGHT, Training, lay_out, move, schedule_of
 
 
 def profile_of_length(trace: Trace, length: int) -> Profile:
@@ -39,6 +41,23 @@ def test_the_longest_microbatch_so_far_says_what_moves() -> None:
     assert moves(SizedGraph(0, (3, 9))) is None and moves(SizedGraph(0, (3, 2))) is None
     assert moves(SizedGraph(0, (3, 2)), begins=True) == 0
     assert moves("teacher", begins=True) is None, "nothing is known of this iteration yet"
+
+
+def test_what_the_plan_of_other_inputs_brings_as_an_iteration_begins_comes_then() -> None:
+    training = Training()
+    training.iteration()
+    recorded = training.iteration()
+    training.follow(lay_out(recorded), {WEIGHT: training.weight})
+    later = schedule_of(recorded, move(WEIGHT, after=7, start=7, fetch=9, before=9))
+    follows = mock.Mock(spec=ThinnedPlans)
+    training.observer.plan.thinned = follows
+    asked = []
+    for schedule in (later, later, None):
+        follows.schedule_for.return_value = schedule
+        training.iteration()
+        asked.append(training.asked())
+    assert asked[1] == ({"forward 0": ["weight"]}, ["out weight"]), "at position 1 of 0 to 7"
+    assert asked[2][1][0] == "in weight", "at position 0, where the iteration before did not ask for it"
 
 
 def test_a_trace_of_one_length_has_one_plan() -> None:

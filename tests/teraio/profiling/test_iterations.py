@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import random
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import teraio
-from planner import Trace
+from planner import Plan, Trace
 from teraio.profiling import Iteration, IterationBorder, PeakWatch, Region, StageRecord, profiler, times_agree
 
 from ...training import MIB, Training, begin, blocks, mean_square_step
@@ -321,6 +322,26 @@ def test_small_inputs_move_less_and_find_all_where_the_plan_has_it(tmp_path: Pat
     by_the_plan_for_large_ones, large, *small = moved[5], moved[7], moved[8], moved[9]
     assert max(small) < min(by_the_plan_for_large_ones, large) and statuses[-1].replans == 0
     found = training.finish()
+    unlimited = begin_small({"memory_budget": None}, dynamic=True)
+    unlimited.run(map(rows_of, sizes), functools.partial(mean_square_step, unlimited))
+    assert all(torch.equal(found[name], value) for name, value in unlimited.finish().items())
+
+
+def test_inputs_with_moves_of_their_own_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves are made for each size, wherever they are possible, and followed in turns with those of the plan."""
+    shorter = sys.modules["planner.policies.shorter"]
+    monkeypatch.setattr(shorter, "_MUCH", 0.0)
+    monkeypatch.setattr(shorter, "_CLEARLY", 1000.0)
+    sizes = (1400, 1400, 1150, 1400, 950, 1400, 1150, 950, 1400, 950, 1150, 1400)
+    options = {"storage": tmp_path, "profile_iterations": 1, "memory_budget": BUDGET_BYTES, "plan_out": tmp_path / "plan.json"}
+    training = begin_small(options, dynamic=True)
+    training.run(map(rows_of, sizes), functools.partial(mean_square_step, training), planned=True)
+    statuses = [status for (status,) in training.progress]
+    assert all(status.device_peak_bytes <= BUDGET_BYTES and status.deviations == 0 for status in statuses)
+    plan = Plan.load(tmp_path / "plan.json")
+    found = training.finish()
+    assert plan.shorter[0].sizes == (1190,) and all(each.moves for each in plan.shorter)
+    assert statuses[-1].phase == "planned" and statuses[-1].replans == 0
     unlimited = begin_small({"memory_budget": None}, dynamic=True)
     unlimited.run(map(rows_of, sizes), functools.partial(mean_square_step, unlimited))
     assert all(torch.equal(found[name], value) for name, value in unlimited.finish().items())
