@@ -99,7 +99,7 @@ def of_qwen3(layers: int = 2) -> torch.nn.Module:
 def measure(scale: Scale) -> Measured:
     """Return smallest budgets against vocabulary, length and batch, and the time of tiles where both ways fit."""
     figures: list[Figure] = []
-    cases = {
+    cases: dict[str, list[tuple[int, Callable[[], torch.nn.Module], int, int]]] = {
         "llama-3.2-1b, 4 x 2,048, vocabulary": [(v, of_llama("llama-3.2-1b", vocabulary=v), 4, 2048) for v in VOCABULARIES],
         "llama-3-8b, 1 sequence, length": [(length, of_llama("llama-3-8b"), 1, length) for length in LENGTHS],
         "qwen3-8b, 1 sequence, length": [(length, of_qwen3, 1, length) for length in LENGTHS],

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import sympy
 import torch
@@ -23,7 +23,7 @@ from teraio.stages.operators import draws, has_storage, packet_name, tensors_tak
 ROWS = object()
 """Stands in the arguments of a part for its number of rows."""
 
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 
 aten = torch.ops.aten
 
