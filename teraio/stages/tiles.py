@@ -13,7 +13,7 @@ dominate a graph, the operators around them run in tiles of their rows, each til
   before the first one.
 Results by rows are those of the same operators for fewer rows. Sums are added up in another order than without tiles.
 Where the number of rows varies, so does that of a tile, but not the number of tiles: each has as many rows as the others, and the
-last one has the rest, too. For few rows they may be empty.
+last one has the rest, too. For few rows they may be empty; Inductor excludes that by a guard.
 What no rule knows ends a region: its operators run for all rows, as they do without tiles.
 """
 
