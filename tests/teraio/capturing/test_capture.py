@@ -241,10 +241,10 @@ def test_a_budget_has_what_is_too_large_for_it_in_tiles() -> None:
 def test_the_floor_is_known_with_updates_in_slices() -> None:
     """As training at that budget has them: the embedding, its gradient, and a quarter of its size for its states."""
     words = torch.zeros(16, dtype=torch.long)
-    trace = capture(nn.Embedding(1 << 15, 64), (words,), hardware=on_cpu("h100"))
+    trace = capture(nn.Embedding(1 << 15, 64), (words,), loss=torch.sum, hardware=on_cpu("h100"))
     size = 8 << 20
     assert planner.floor(trace)[0] >= 4 * size
-    assert planner.floor(trace, in_slices=True)[0] == 2 * size + size // 4
+    assert planner.floor(trace, in_slices=True)[0] == pytest.approx(2 * size + size // 4, abs=1024)
 
 
 def test_a_count_of_nothing_is_refused() -> None:
