@@ -32,7 +32,7 @@ HEAD = "128MiB"
 
 
 def captured_floor(model: Callable[[], torch.nn.Module], batch: int, time: int, tiles: str | int) -> tuple[int, str]:
-    """Return the smallest budget of a training that was captured for an H100, and the stage that sets it."""
+    """Return the smallest budget of a training that was captured for an H100, with updates in slices, and what sets it."""
 
     def training() -> Callable[[], object]:
         made = model()
@@ -48,7 +48,7 @@ def captured_floor(model: Callable[[], torch.nn.Module], batch: int, time: int, 
         return step
 
     trace: Trace = teraio.capture(training, hardware="h100")
-    size, stage = floor(trace)
+    size, stage = floor(trace, in_slices=True)
     return size, trace.stages[stage].name
 
 
@@ -76,15 +76,15 @@ class _WithLoss(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.model.lm_head(hidden).flatten(0, 1), targets.flatten())
 
 
-def of_qwen3() -> torch.nn.Module:
-    """Return two layers of Qwen3-8B in bf16, with random weights."""
+def of_qwen3(layers: int = 2) -> torch.nn.Module:
+    """Return Qwen3-8B in bf16, with so many of its 36 layers and random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         vocab_size=151_936,
         hidden_size=4096,
         intermediate_size=12_288,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=128,
@@ -99,10 +99,9 @@ def of_qwen3() -> torch.nn.Module:
 def measure(scale: Scale) -> Measured:
     """Return smallest budgets against vocabulary, length and batch, and the time of tiles where both ways fit."""
     figures: list[Figure] = []
-    cases = {
+    cases: dict[str, list[tuple[int, Callable[[], torch.nn.Module], int, int]]] = {
         "llama-3.2-1b, 4 x 2,048, vocabulary": [(v, of_llama("llama-3.2-1b", vocabulary=v), 4, 2048) for v in VOCABULARIES],
         "llama-3-8b, 1 sequence, length": [(length, of_llama("llama-3-8b"), 1, length) for length in LENGTHS],
-        "llama-3.2-3b, 1 sequence, length": [(length, of_llama("llama-3.2-3b"), 1, length) for length in LENGTHS],
         "qwen3-8b, 1 sequence, length": [(length, of_qwen3, 1, length) for length in LENGTHS],
         "gpt2-124m, 1,024 tokens, batch": [(batch, of_gpt(1024), batch, 1024) for batch in BATCHES],
     }

@@ -187,7 +187,7 @@ class Options(ExpertOptions):
     Other stages that need nearly all of the budget, or more than the size, are cut between their operators where that helps.
 
     Results by rows are equal up to rounding. Sums over rows, such as losses and gradients, are added up in another order, in 32
-    bits. What is large in between is computed once more in the backward pass. Graphs with sizes that vary have no tiles."""
+    bits. What is large in between is computed once more in the backward pass."""
 
     optimizer: Literal["auto", "off"] = "auto"
     """`"auto"`: steps of `torch.optim` optimizers run subgroup by subgroup where that gives the same bits, and optimizer states

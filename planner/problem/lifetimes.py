@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -174,9 +174,25 @@ def stage_floors(trace: Trace) -> list[int]:
     return [live - idle[stage] - idle[stage + stages] for stage, live in enumerate(live_bytes(trace))]
 
 
-def floor(trace: Trace) -> tuple[int, int]:
+def _sliced(trace: Trace, floors: Sequence[int]) -> list[int]:
+    """Return `floors`, where states pass through the device in slices, as they do in training if the budget asks for that.
+
+    An update then takes one parameter, its gradient and a quarter of its size. Optimizers that can do that can update on hosts.
+    """
+    found = list(floors)
+    for subgroup in trace.subgroups:
+        if subgroup.host_seconds is not None:
+            movable = [trace.blocks[number] for number in subgroup.blocks if trace.blocks[number].movable]
+            largest = max((block.size_bytes for block in movable if block.kind == "parameter"), default=0)
+            moves = trace.stages[subgroup.stage].workspace_bytes + sum(block.size_bytes for block in movable)
+            found[subgroup.stage] = min(found[subgroup.stage], found[subgroup.stage] - moves + 2 * largest + largest // 4)
+    return found
+
+
+def floor(trace: Trace, *, in_slices: bool = False) -> tuple[int, int]:
     """Return the smallest device budget under which every stage can run, in bytes, and the stage of the trace that sets it.
 
+    in_slices: large parameters are updated in slices, which a trace that was made without a budget does not have.
     All updates run on the device. If no lower tier has links in both directions, nothing can leave. Then recomputation lowers the
     floor: it is the least of `simple_sets` of groups that run again. (With a lower tier it cannot: all that a stage does not use
     can wait there.)
@@ -184,7 +200,7 @@ def floor(trace: Trace) -> tuple[int, int]:
     hardware = trace.hardware
     tiers: tuple[Tier, ...] = ("host", "storage")
     if any(hardware.link("device", tier) and hardware.link(tier, "device") for tier in tiers):
-        return _worst(stage_floors(trace))
+        return _worst(_sliced(trace, stage_floors(trace)) if in_slices else stage_floors(trace))
     least, worst = _worst(live_bytes(trace))
     places = RerunPlaces(trace)
     for groups in simple_sets(trace, places.usable):

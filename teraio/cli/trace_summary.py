@@ -37,7 +37,8 @@ def summarise_trace(trace: planner.Trace) -> Data:
 
     `collective_seconds`: the part of `ideal_seconds` in collectives; of stages too. `peak_bytes`, `peak_stage`: the most bytes on
     the device if no block ever leaves, and the stage in which that is. `floor_bytes`, `floor_stage`: the smallest device budget
-    that works, and the stage that needs it. `mean_active_fraction`: average share of the movable bytes that is in use.
+    that works, and the stage that needs it; `sliced_floor_bytes`: the same where large parameters are updated in slices.
+    `mean_active_fraction`: average share of the movable bytes that is in use.
     `tiles`: see `tiles_of`. `lengths`: time, peak and floor by the length of inputs; empty where that does not vary.
     `updates`: on the device (all subgroups), then on the host (those that can be updated there); empty without subgroups.
     `recompute`: how many stages can run again, the blocks that they make, the time that this and copying them would take, and
@@ -60,6 +61,7 @@ def summarise_trace(trace: planner.Trace) -> Data:
         "peak_stage": trace.stages[peak_stage].name,
         "floor_bytes": floor_bytes,
         "floor_stage": trace.stages[floor_stage].name,
+        "sliced_floor_bytes": planner.floor(trace, in_slices=True)[0],
         "mean_active_fraction": mean_active_fraction(trace),
         "phases": [
             {"phase": phase, "stages": len(stages), "duration_seconds": sum(stage.duration_seconds for stage in stages)}
@@ -194,6 +196,7 @@ def trace_page(trace: Data, rows: int) -> Page:
 
     Then `rows` each of the longest stages, of the largest blocks and of those with the longest inactive periods.
     """
+    sliced = trace["sliced_floor_bytes"] < trace["floor_bytes"]
     overview = {
         "trace": trace["name"],
         "made by": trace["created_by"],
@@ -203,6 +206,7 @@ def trace_page(trace: Data, rows: int) -> Page:
         "of that in collectives": some_seconds(trace["collective_seconds"]),
         "peak if nothing moves": f"{exact_bytes(trace['peak_bytes'])}, in {trace['peak_stage']}",
         "floor (smallest budget)": f"{exact_bytes(trace['floor_bytes'])}, set by {trace['floor_stage']}",
+        "with updates in slices": exact_bytes(trace["sliced_floor_bytes"]) if sliced else "",
         "in tiles": trace["tiles"]["words"],
         "can be recomputed": _recomputed(trace["recompute"]),
         "active on average": f"{trace['mean_active_fraction']:.1%} of the bytes that may move",

@@ -11,13 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-import sympy
 import torch
 from torch._guards import TracingContext, detect_fake_mode
-from torch.fx import Graph, GraphModule, Node, Proxy
-from torch.fx.proxy import GraphAppendingTracer
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch.fx import Graph, GraphModule, Node
 
 from planner.schema import Tiled, Trace
 from runtime.execution import Kind, Phase, Program, StageFunction
@@ -33,11 +29,11 @@ from teraio.stages.operators import (
     has_storage,
     is_getitem,
     is_launch,
-    is_read_off,
     is_symbolic,
     is_wait,
     unwrapped,
 )
+from teraio.stages.sizes import compute_sizes
 from teraio.stages.split import Subgraph, is_repeatable, path_of_modules, reasons_against, split
 from teraio.stages.tiles import marking, settle, tile
 
@@ -267,39 +263,6 @@ def _run(node: Node) -> Any:
     mode = detect_fake_mode((args, kwargs))
     with mode if mode is not None else torch.no_grad():
         return operator(*args, **kwargs)
-
-
-def compute_sizes(graph: Graph) -> None:
-    """Compute the sizes that a graph reads off its tensors, as batch norm does, from the sizes among its inputs instead.
-
-    Otherwise a stage could need a large tensor only to ask for its size, and no cut could separate the two. Changes `graph`.
-    """
-    known: dict[sympy.Expr, Node] = {}
-    for node in list(graph.nodes):
-        value = node.meta.get("val")
-        if not isinstance(value, torch.SymInt):
-            continue
-        if node.op == "placeholder":
-            known.setdefault(value.node.expr, node)
-        elif is_read_off(node) and value.node.expr.free_symbols <= known.keys():
-            node.replace_all_uses_with(_computed(graph, node, known))
-            graph.erase_node(node)
-
-
-def _computed(graph: Graph, node: Node, known: dict[sympy.Expr, Node]) -> Node:
-    """Return a node with the size of `node`, made before it. known: inputs of the graph and sizes made before."""
-    expression = node.meta["val"].node.expr
-    if expression not in known:
-        before = set(graph.nodes)
-        tracer = GraphAppendingTracer(graph)
-        with graph.inserting_before(node):
-            symbols = {symbol: Proxy(known[symbol], tracer) for symbol in expression.free_symbols}
-            known[expression] = sympy_interp(PythonReferenceAnalysis, symbols, expression).node
-        for made in graph.nodes:
-            if made not in before:
-                target: Any = made.target
-                made.meta["val"] = target(*torch.fx.node.map_arg(made.args, lambda each: each.meta["val"]))
-    return known[expression]
 
 
 def wait_for_all(graph: Graph) -> None:

@@ -41,7 +41,8 @@ def cut_finer(
 
     stages: the operators of each stage, in the order of execution. far_above: how many times the need of the median stage is far
     above it; of one or two stages none is usual, and equal tiles count once. floor_bytes: to need less than this is of no use.
-    most_stages: for the result. fuses: the stages are compiled to fused kernels; otherwise each operator makes its result.
+    most_stages: for the result, but for what has to be cut. fuses: the stages are compiled to fused kernels; otherwise each
+    operator makes its result.
     most_bytes: what a stage may need at the most: one that needs more is cut in any case, if that does; None: no limit is known.
     """
     keys = storages_of(list(stages[0][0].graph.nodes)) if stages else {}  # also of what other stages wrote, or show a part of
@@ -68,8 +69,8 @@ def cut_finer(
         if i in pieces and (needs[i] >= _WORTHWHILE * floor or floor <= allowed < needs[i]):
             ends = pieces[i].within(max(floor, min(_SLACK * floor, allowed)))
             found = [list(nodes[begin:end]) for begin, end in itertools.pairwise(ends)]
-        # Stages cost the host time, so a graph has only so many: what does not fit stays whole.
-        fits = len(cut) + len(found) + len(stages) - 1 - i <= most_stages
+        # Stages cost the host time, so a graph has only so many: of what could run, the rest stays whole.
+        fits = needs[i] > allowed or len(cut) + len(found) + len(stages) - 1 - i <= most_stages
         cut += found if fits else [list(nodes)]
     return cut
 

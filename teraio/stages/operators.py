@@ -106,6 +106,11 @@ def is_read_off(node: Node) -> bool:
     return is_size(node) and any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes)
 
 
+def tensors_taken(node: Node) -> list[Node]:
+    """Return what `node` takes, but for symbolic sizes."""
+    return [n for n in node.all_input_nodes if not isinstance(n.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))]
+
+
 def packet_name(node: Node) -> str:
     """Return the base name of the operator (`mm` for `aten.mm.default`), or "" if the target is no operator."""
     return base_name(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
@@ -160,7 +165,7 @@ def is_getitem(node: Node) -> bool:
 
 def is_creation(node: Node) -> bool:
     """Return whether `node` makes a constant without tensor inputs, which is cheap enough to be repeated where it is used."""
-    return packet_name(node) in _CREATION_NAMES and not node.all_input_nodes and not is_written(node)
+    return packet_name(node) in _CREATION_NAMES and not tensors_taken(node) and not is_written(node)
 
 
 def writes_first(node: Node) -> bool:

@@ -1,7 +1,8 @@
 """Which operators can work on a part of the rows at a time, and how.
 
 The rows of a tensor are what a model treats alike, such as the tokens of a batch: one dimension, or several neighbouring ones
-whose sizes multiply to the number of rows. A rule tells, for one kind of operators, where the rows have to lie in what an
+whose sizes multiply to the number of rows. That number, as any size, may be symbolic: sizes are equal only if their expressions
+are, whatever their values. A rule tells, for one kind of operators, where the rows have to lie in what an
 operator takes if they lie at a given place in its result, and how it is called for a part of them. Rules follow from what
 operators mean, never from sizes that happen to be equal. An operator without a rule works on all rows.
 """
@@ -11,15 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
+import sympy
 import torch
 from torch.fx import Node
 
-from teraio.stages.operators import draws, has_storage, packet_name
+from teraio.stages.operators import draws, has_storage, packet_name, tensors_taken
 
 ROWS = object()
 """Stands in the arguments of a part for its number of rows."""
+
+Size: TypeAlias = int | sympy.Expr
 
 aten = torch.ops.aten
 
@@ -38,7 +42,7 @@ class Rows:
         """Return the number that dimension `dim`, which is none of theirs, has in a part."""
         return dim if dim < self.first else dim - self.count + 1
 
-    def sizes(self, shape: Sequence[int], rows: Any) -> list[Any]:
+    def sizes(self, shape: Sequence[Size], rows: Any) -> list[Any]:
         """Return the shape of a part with `rows` rows."""
         return [*shape[: self.first], rows, *shape[self.first + self.count :]]
 
@@ -57,26 +61,35 @@ class Part:
 
 
 # Takes an operator, where the rows lie in its result (None: it sums over them), their number, and where they are known to lie.
-_Rule = Callable[[Node, Rows | None, int, Mapping[Node, Rows]], Part | None]
+_Rule = Callable[[Node, Rows | None, Size, Mapping[Node, Rows]], Part | None]
 
 
-def shape_of(node: Node) -> tuple[int, ...] | None:
-    """Return the shape of what `node` returns; None if that is no tensor, or one with symbolic sizes."""
+def shape_of(node: Node) -> tuple[Size, ...] | None:
+    """Return the shape of what `node` returns; None if that is no tensor."""
     value = node.meta.get("val")
-    if not has_storage(value) or not all(isinstance(size, int) for size in value.shape):
-        return None
-    return tuple(value.shape)
+    return tuple(sizes_of(value)) if has_storage(value) else None
 
 
-def places(shape: Sequence[int], rows: int) -> Iterator[Rows]:
+def sizes_of(value: torch.Tensor) -> list[Size]:
+    """Return the shape of a tensor; equal sizes are written alike."""
+    return [size if isinstance(size, int) else sympy.expand(size.node.expr) for size in value.shape]
+
+
+def product_of(sizes: Sequence[Size]) -> Size:
+    """Return the product of some sizes; equal ones are written alike."""
+    product = math.prod(sizes)
+    return product if isinstance(product, int) else sympy.expand(product)
+
+
+def places(shape: Sequence[Size], rows: Size) -> Iterator[Rows]:
     """Yield where `rows` rows can lie in a tensor of this shape, by the number of their dimensions."""
     for count in range(1, len(shape) + 1):
         for first in range(len(shape) - count + 1):
-            if math.prod(shape[first : first + count]) == rows:
+            if product_of(shape[first : first + count]) == rows:
                 yield Rows(first, count)
 
 
-def part_of(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+def part_of(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     """Return how `node` computes a part of its rows; None if no rule says that it can.
 
     out: where the rows lie in its result; None: it sums over them. known: where they lie in other values; the part agrees.
@@ -89,7 +102,7 @@ def part_of(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows])
     pointwise = torch.Tag.pointwise in target.tags or packet_name(node) in _POINTWISE
     rule = _pointwise if pointwise else _RULES.get(packet_name(node))
     part = rule(node, out, rows, known) if rule is not None else None
-    if part is None or any(part.inputs.get(each) != known[each] for each in node.all_input_nodes if each in known):
+    if part is None or any(part.inputs.get(each) != known[each] for each in tensors_taken(node) if each in known):
         return None
     return part if all(there in places(shape_of(source) or (), rows) for source, there in part.inputs.items()) else None
 
@@ -98,16 +111,16 @@ def part_of(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows])
 _POINTWISE = frozenset("_to_copy clone detach alias zeros_like ones_like full_like convert_element_type".split())
 
 
-def _pointwise(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+def _pointwise(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     inputs = _aligned(node, out) if out is not None else None
     return None if inputs is None else Part(inputs, node.target, node.args, node.kwargs)
 
 
 def _aligned(node: Node, out: Rows) -> dict[Node, Rows] | None:
     """Return where the rows lie in what `node` takes, by the rules of broadcasting; None if they cannot be told apart."""
-    shape = cast(tuple[int, ...], shape_of(node))
+    shape = cast(tuple[Size, ...], shape_of(node))
     inputs: dict[Node, Rows] = {}
-    for source in node.all_input_nodes:
+    for source in tensors_taken(node):
         own = shape_of(source)
         if own is None:
             return None
@@ -132,28 +145,28 @@ def _argument(node: Node, name: str) -> tuple[Any, Callable[[Any], tuple[tuple[A
     return given, lambda new: (node.args, {**node.kwargs, name: new})
 
 
-def _along(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+def _along(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     """Work along one dimension, in which sizes may differ: softmax, its gradient, gather, scatter, slices."""
     dim, with_dim = _argument(node, "dim")
-    shape = cast(tuple[int, ...], shape_of(node))
+    shape = cast(tuple[Size, ...], shape_of(node))
     if out is None or not isinstance(dim, int) or dim % len(shape) in out:
         return None
-    for source in node.all_input_nodes:
+    for source in tensors_taken(node):
         own = shape_of(source)
         if own is None or len(own) != len(shape) or any(own[d] != shape[d] for d in range(len(shape)) if d in out):
             return None
     args, kwargs = with_dim(out.merged(dim % len(shape)))
-    return Part(dict.fromkeys(node.all_input_nodes, out), node.target, args, kwargs)
+    return Part(dict.fromkeys(tensors_taken(node), out), node.target, args, kwargs)
 
 
-def _padded(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+def _padded(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     (source, pad, *_), shape = node.args, shape_of(node)
     if out is None or shape is None or len(shape) - len(cast(list[int], pad)) // 2 < out.first + out.count:
         return None
     return Part({cast(Node, source): out}, node.target, node.args, node.kwargs)
 
 
-def _reduced(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+def _reduced(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     """Reduce some dimensions: the rows are none of them, or are summed over."""
     source = cast(Node, node.args[0])
     shape = shape_of(source)
@@ -179,25 +192,25 @@ def _reduced(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]
     return Part({source: where}, node.target, args, kwargs)
 
 
-def _reshaped(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+def _reshaped(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     """Divide the same elements into other dimensions; the rows stay together."""
     source = cast(Node, node.args[0])
-    own, shape = shape_of(source), cast(tuple[int, ...], shape_of(node))
+    own, shape = shape_of(source), cast(tuple[Size, ...], shape_of(node))
     if out is None or own is None or source.meta["val"].dtype != node.meta["val"].dtype:  # a view as another type
         return None
-    before, after = math.prod(shape[: out.first]), math.prod(shape[out.first + out.count :])
+    before, after = product_of(shape[: out.first]), product_of(shape[out.first + out.count :])
     possible = [
         where
         for where in places(own, rows)
-        if math.prod(own[: where.first]) == before and math.prod(own[where.first + where.count :]) == after
+        if product_of(own[: where.first]) == before and product_of(own[where.first + where.count :]) == after
     ]
     where = known[source] if known.get(source) in possible else next(iter(possible), None)
     return None if where is None else Part({source: where}, aten.view.default, (source, out.sizes(shape, ROWS)))
 
 
-def _permuted(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+def _permuted(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     source = cast(Node, node.args[0])
-    dims = list(range(len(cast(tuple[int, ...], shape_of(node)))))
+    dims = list(range(len(cast(tuple[Size, ...], shape_of(node)))))
     if packet_name(node) == "permute":
         order = [dim % len(dims) for dim in cast(list[int], node.args[1])]
     else:
@@ -212,21 +225,21 @@ def _permuted(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows
     return Part({source: where}, aten.permute.default, (source, merged))
 
 
-def _expanded(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+def _expanded(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     inputs = _aligned(node, out) if out is not None else None
     if inputs is None or out is None:
         return None
-    return Part(inputs, node.target, (node.args[0], out.sizes(cast(tuple[int, ...], shape_of(node)), ROWS)), node.kwargs)
+    return Part(inputs, node.target, (node.args[0], out.sizes(cast(tuple[Size, ...], shape_of(node)), ROWS)), node.kwargs)
 
 
-def _filled(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
-    if out is None or node.all_input_nodes:
+def _filled(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
+    if out is None or tensors_taken(node):
         return None
-    sizes = out.sizes(cast(tuple[int, ...], shape_of(node)), ROWS)
+    sizes = out.sizes(cast(tuple[Size, ...], shape_of(node)), ROWS)
     return Part({}, node.target, (sizes, *node.args[1:]), node.kwargs)
 
 
-def _product(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+def _product(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     """Multiply matrices, of which one has the rows; both have them where the product sums over them."""
     left, right = cast(Sequence[Node], node.args[-2:])
     if out is None:
@@ -251,7 +264,7 @@ def _is_row(node: Node) -> bool:
 NO_REDUCTION, MEAN, SUM = range(3)  # of a loss, as PyTorch numbers them
 
 
-def _class_loss(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+def _class_loss(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     """Sum the losses of all rows, and their weights; without a reduction the first result has the losses by rows."""
     scores, target, weight, reduction, *ignored = node.args
     if out is not None or len(shape_of(cast(Node, scores)) or ()) != 2:
@@ -260,7 +273,7 @@ def _class_loss(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Ro
     return Part(inputs, node.target, (scores, target, weight, reduction and SUM, *ignored))
 
 
-def _class_loss_gradient(node: Node, out: Rows | None, rows: int, known: Mapping[Node, Rows]) -> Part | None:
+def _class_loss_gradient(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     gradient, scores, target = cast(Sequence[Node], node.args[:3])
     if out != Rows(0) or len(shape_of(scores) or ()) != 2:
         return None

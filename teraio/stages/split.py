@@ -234,9 +234,14 @@ def _layout(value: Any) -> str:
 
 
 def _misaligned(tensor: torch.Tensor) -> Any:
-    """Return by how many bytes a tensor begins beside an aligned address: compiled code depends on no more of its offset."""
-    offset = tensor.storage_offset()
-    return offset * tensor.element_size() % _ALIGNMENT if isinstance(offset, int) else offset
+    """Return by how many bytes a tensor begins beside an aligned address: compiled code depends on no more of its offset.
+
+    "?" where that depends on symbolic sizes: such code takes none to be aligned.
+    """
+    beside: Any = tensor.storage_offset() * tensor.element_size() % _ALIGNMENT
+    if isinstance(beside, int):
+        return beside
+    return int(beside.node.expr) if beside.node.expr.is_Integer else "?"
 
 
 def _path(nodes: list[Node]) -> str:

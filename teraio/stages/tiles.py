@@ -12,6 +12,8 @@ dominate a graph, the operators around them run in tiles of their rows, each til
 * All tiles but the last, which may be shorter, are equal stages, and are compiled once: slices of what a tile takes are made
   before the first one.
 Results by rows are those of the same operators for fewer rows. Sums are added up in another order than without tiles.
+Where the number of rows varies, so does that of a tile, but not the number of tiles: each has as many rows as the others, and the
+last one has the rest, too. For few rows they may be empty; Inductor excludes that by a guard.
 What no rule knows ends a region: its operators run for all rows, as they do without tiles.
 """
 
@@ -27,15 +29,29 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
+import sympy
 import torch
 from torch._guards import detect_fake_mode
+from torch._prims_common import is_contiguous_or_false
 from torch.fx import Graph, Node
+from torch.utils._sympy.functions import FloorDiv
 from torch.utils.checkpoint import CheckpointPolicy
 
 from teraio.stages.cost import is_heavy
 from teraio.stages.kernels import storages_of
-from teraio.stages.operators import TILE, is_creation, is_getitem, output_bytes, packet_name, settled
-from teraio.stages.rows import MEAN, NO_REDUCTION, ROWS, Part, Rows, part_of, places, shape_of
+from teraio.stages.operators import (
+    TILE,
+    is_creation,
+    is_getitem,
+    is_size,
+    known_size,
+    output_bytes,
+    packet_name,
+    settled,
+    tensors_taken,
+)
+from teraio.stages.rows import MEAN, NO_REDUCTION, ROWS, Part, Rows, Size, part_of, places, shape_of, sizes_of
+from teraio.stages.sizes import Sizes
 
 _log = logging.getLogger("teraio")
 
@@ -119,10 +135,14 @@ def tile(graph: Graph) -> Iterator[InTiles]:
     All of them have to be taken.
     """
     for product in [node for node in graph.nodes if _TILES in node.meta]:
-        region = _region(product, dict.fromkeys(node for node in graph.nodes if node.op == "call_function"))
+        region = _region(product, dict.fromkeys(node for node in graph.nodes if node.op == "call_function" and not is_size(node)))
         rows, columns = product.meta["val"].shape
         if region is None:
             _log.warning("a product of %s x %s stays whole: no rule says how what follows is computed by rows", rows, columns)
+            continue
+        sizes = Sizes(graph)
+        if not all(sizes.has(s) for n in region.members for s in shape_of(n) or () if isinstance(s, sympy.Expr)):
+            _log.warning("a product of %s x %s stays whole: the graph does not take all of these sizes", rows, columns)
             continue
         tiles, whole_bytes = product.meta[_TILES]
         tiling = _Tiling(region, tiles)
@@ -148,7 +168,7 @@ def _forward(graph: Graph) -> dict[Node, None]:
     for node in reversed(graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
-    return dict.fromkeys(node for node in graph.nodes if node in needed and node.op == "call_function")
+    return dict.fromkeys(node for node in graph.nodes if node in needed and node.op == "call_function" and not is_size(node))
 
 
 def _elements(node: Node) -> int:
@@ -156,7 +176,8 @@ def _elements(node: Node) -> int:
     if shape_of(node) is None:
         return 0
     value: torch.Tensor = node.meta["val"]
-    return math.prod(size for size, stride in zip(value.shape, value.stride(), strict=True) if stride)
+    sizes, strides = map(known_size, value.shape), map(known_size, value.stride())
+    return math.prod(size for size, stride in zip(sizes, strides, strict=True) if stride)
 
 
 @dataclass(frozen=True)
@@ -169,7 +190,7 @@ class _Region:
     """
 
     product: Node
-    rows: int
+    rows: Size
     inside: Collection[Node]
     members: Mapping[Node, Part | None]
     where: Mapping[Node, Rows]
@@ -192,9 +213,11 @@ class _Region:
             source not in self.members or part.inputs.get(source, _NOWHERE) == self.where.get(source)
             for node, part in self.members.items()
             if part is not None
-            for source in node.all_input_nodes
+            for source in tensors_taken(node)
         )
-        return agree and all(isinstance(v := node.meta.get("val"), torch.Tensor) and v.is_contiguous() for node in self.exits)
+        return agree and all(
+            isinstance(v := node.meta.get("val"), torch.Tensor) and is_contiguous_or_false(v) for node in self.exits
+        )
 
     @cached_property
     def _results(self) -> tuple[Mapping[Node, object], set[object]]:
@@ -230,7 +253,7 @@ class _Region:
         if grows + stays <= above_bytes or halves <= 0 or all(storages[node] in results for node in self.large):
             return 1, grows + taken_bytes
         wanted = 1 << max(0, math.ceil(math.log2(grows / min(stays, halves))))
-        found = min(wanted, _MOST_TILES, max(self.rows // _LEAST_ROWS, 1))
+        found = min(wanted, _MOST_TILES, max(known_size(self.product.meta["val"].shape[0]) // _LEAST_ROWS, 1))
         return found if grows / found <= halves else 1, grows + taken_bytes
 
 
@@ -239,7 +262,7 @@ def _region(product: Node, inside: Collection[Node]) -> _Region | None:
     shape = shape_of(product)
     if shape is None:
         return None
-    spread = _Spread(shape[0], least=math.prod(shape) / 2)
+    spread = _Spread(shape[0], least=_elements(product) / 2)
     members = {product}
     count = 0
     while count != len(members):
@@ -267,7 +290,7 @@ class _Spread:
     where: lacks sums over rows, which have a part. least: numbers from which on a value is large.
     """
 
-    def __init__(self, rows: int, least: float) -> None:
+    def __init__(self, rows: Size, least: float) -> None:
         self._rows = rows
         self._least = least
         self.where: dict[Node, Rows] = {}
@@ -326,14 +349,23 @@ def _between(members: Collection[Node], inside: Collection[Node]) -> set[Node]:
 _OWN_META = frozenset(("val", "tensor_meta", "recompute", "ac_graph_id", _TILES))
 
 
+def _borders(rows: Size, tiles: int) -> list[tuple[Size, Size]]:
+    """Return where each tile begins and ends."""
+    if isinstance(rows, int):
+        each = -(-rows // (tiles * _MULTIPLE)) * _MULTIPLE
+        return [(begin, min(begin + each, rows)) for begin in range(0, rows, each)]
+    some = FloorDiv(rows, sympy.Integer(tiles))
+    return [(number * some, (number + 1) * some if number + 1 < tiles else rows) for number in range(tiles)]
+
+
 class _Tiling:
     """Writes a region in tiles into its graph, behind its operators, and has others take the results."""
 
     def __init__(self, region: _Region, tiles: int) -> None:
         self._region = region
         self._graph = region.product.graph
-        rows = -(-region.rows // (tiles * _MULTIPLE)) * _MULTIPLE
-        self._borders = [(begin, min(begin + rows, region.rows)) for begin in range(0, region.rows, rows)]
+        self._borders = _borders(region.rows, tiles)
+        self._sizes, self._first = Sizes(self._graph), next(iter(region.members))
         self._mode = detect_fake_mode([region.product.meta["val"]])
         self._cursor = list(region.members)[-1]
         self._tile: int | None = None
@@ -383,14 +415,18 @@ class _Tiling:
     def _sliced(self, value: Node, there: Rows, like: Node) -> list[Node]:
         """Return the rows of each tile of a value."""
         if there.count > 1:
-            shape = cast(tuple[int, ...], shape_of(value))
+            shape = cast(tuple[Size, ...], shape_of(value))
             value = self._put(aten.reshape.default, (value, there.sizes(shape, self._region.rows)), like)
-        return [self._put(aten.slice.Tensor, (value, there.first, begin, end), like) for begin, end in self._borders]
+        if isinstance(self._region.rows, int):
+            return [self._put(aten.slice.Tensor, (value, there.first, begin, end), like) for begin, end in self._borders]
+        lengths = [end - begin for begin, end in self._borders]
+        parts = self._put(aten.split_with_sizes.default, (value, lengths, there.first), like)
+        return [self._put(operator.getitem, (parts, number), like) for number in range(self.count)]
 
     def _make_room(self, node: Node, value: torch.Tensor) -> None:
         """Make memory for a result: with the rows in one dimension, or for a sum, with 32 bits at least."""
         there = self._region.where.get(node)
-        shape = list(value.shape) if there is None else there.sizes(value.shape, self._region.rows)
+        shape = sizes_of(value) if there is None else there.sizes(sizes_of(value), self._region.rows)
         short = there is None and value.dtype.is_floating_point and value.dtype.itemsize < 4
         settings = {"dtype": torch.float32 if short else value.dtype, "device": value.device, "pin_memory": False}
         self._memory[node], self._writes[node] = self._put(aten.full.default, (shape, 0), node, settings), []
@@ -429,10 +465,11 @@ class _Tiling:
     def _add_products(self, node: Node, arguments: tuple[Node, Node]) -> None:
         """Add a product to a sum of such, in parts, so that their temporaries take no more than what is large in the tile."""
         left, right = arguments
-        rows, columns = cast(tuple[int, int], shape_of(node))
-        begin, end = self._borders[0]
-        tile_elements = _elements(self._region.product) // self._region.rows * (end - begin)
-        parts = min(_MOST_PARTS, -(-rows * columns // tile_elements))
+        rows = node.meta["val"].shape[0]
+        if not isinstance(rows, int):
+            self._add(node, self._memory[node], self._put(aten.mm.default, arguments, node))
+            return
+        parts = min(_MOST_PARTS, -(-_elements(node) * self.count // _elements(self._region.product)))
         step = -(-rows // (parts * _MULTIPLE)) * _MULTIPLE
         for first in range(0, rows, step):
             some = self._put(aten.slice.Tensor, (left, 0, first, min(first + step, rows)), node)
@@ -441,7 +478,7 @@ class _Tiling:
 
     def _add(self, node: Node, place: Node, value: Node) -> None:
         if shape_of(value) != shape_of(place):
-            value = self._put(aten.view.default, (value, list(place.meta["val"].shape)), node)
+            value = self._put(aten.view.default, (value, sizes_of(place.meta["val"])), node)
         self._writes[node].append(self._put(aten.add_.Tensor, (place, value), node))
 
     def _result(self, node: Node) -> Node:
@@ -449,7 +486,7 @@ class _Tiling:
         value, there = node.meta["val"], self._region.where.get(node)
         result = self._put(settled, (self._memory[node], *self._writes[node]), node)
         if there is not None and there.count > 1:
-            return self._put(aten.view.default, (result, list(value.shape)), node)
+            return self._put(aten.view.default, (result, sizes_of(value)), node)
         if is_getitem(node) and node.args[1] == 0 and (loss := cast(Node, node.args[0])).args[3] == MEAN:
             weights = self._put(settled, (self._memory[loss], *self._writes[loss]), node)
             result = self._put(aten.div.Tensor, (result, weights), node)
@@ -457,12 +494,26 @@ class _Tiling:
             result = self._put(prims.convert_element_type.default, (result, value.dtype), node)
         return result
 
+    def _as_argument(self, leaf: Any) -> Any:
+        if not isinstance(leaf, sympy.Expr):
+            return leaf
+        return int(leaf) if leaf.is_Integer else self._sizes.node(leaf, self._first)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Compute fake results. No guard on sizes comes of that: a tile of any number of rows is computed alike."""
+        with self._mode or contextlib.nullcontext(), torch.no_grad():
+            sizes = self._mode.shape_env if self._mode is not None else None
+            with sizes.suppress_guards() if sizes is not None else contextlib.nullcontext():
+                yield
+
     def _put(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Mapping[str, Any] | None = None) -> Node:
-        """Insert an operator behind the last one. like: the one that it does a part of the work of."""
+        """Insert an operator behind the last one. like: the one that it does a part of the work of. Its sizes may be symbolic."""
+        args = torch.fx.node.map_aggregate(args, self._as_argument)
         with self._graph.inserting_after(self._cursor):
             self._cursor = node = self._graph.call_function(target, args, dict(kwargs or {}))
         values = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-        with self._mode if self._mode is not None else contextlib.nullcontext(), torch.no_grad():
+        with self._evaluating():
             value = target(*values[0], **values[1])
         node.meta = {key: what for key, what in like.meta.items() if key not in _OWN_META} | {"val": value}
         if self._tile is not None:

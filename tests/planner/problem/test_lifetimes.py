@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from planner import Budgets, InfeasiblePlanError, Trace, TraceError, inactive_periods, plan, simulate
+from planner import Budgets, InfeasiblePlanError, Trace, TraceError, floor, inactive_periods, plan, simulate
 from planner.problem import Problem, block_activities, host_updatable, live_bytes, live_bytes_by_kind, mean_active_fraction
 
 from ..strategies import traces
-from ..traces import Entry, block, by_hand, hardware, move, staged, subgroup, trace
+from ..traces import Entry, block, by_hand, hardware, move, staged, subgroup, trace, trained
 
 
 def test_used_and_idle_seconds() -> None:
@@ -30,6 +30,17 @@ def test_used_and_idle_seconds() -> None:
     assert [each.idle_seconds for each in found] == [6.0, 10.0, 2.0, 0.0, 0.0]
     assert [each.longest_idle_seconds for each in found] == [4.0, 10.0, 2.0, 0.0, 0.0]
     assert [each.clean for each in found] == [False, True, False, False, True]
+
+
+@pytest.mark.parametrize(("host", "sliced"), [(1.0, 100 + 100 + 25 + 3), (None, 400 + 50 + 3)])
+def test_updates_in_slices_have_one_parameter_its_gradient_and_a_quarter_of_it(host: float | None, sliced: int) -> None:
+    """If elements can be updated by themselves: optimizers for which that is so can update on the host."""
+    made = trace(
+        staged("fo", workspaces={1: 50}),
+        [*trained((100, 100, 200), [0], 0, 1), block(3, [], [0, 1], "parameter", movable=False)],
+        subgroups=[subgroup(1, range(3), host=host)],
+    )
+    assert floor(made) == (453, 1) and floor(made, in_slices=True)[0] == sliced
 
 
 def test_the_mean_counts_bytes_of_movable_blocks() -> None:

@@ -238,6 +238,15 @@ def test_a_budget_has_what_is_too_large_for_it_in_tiles() -> None:
     assert planner.floor(tiled)[0] < 40 << 20 < whole_bytes == pytest.approx(tiled.tiled[0].whole_bytes, rel=0.2)
 
 
+def test_the_floor_is_known_with_updates_in_slices() -> None:
+    """As training at that budget has them: the embedding, its gradient, and a quarter of its size for its states."""
+    words = torch.zeros(16, dtype=torch.long)
+    trace = capture(nn.Embedding(1 << 15, 64), (words,), loss=torch.sum, hardware=on_cpu("h100"))
+    size = 8 << 20
+    assert planner.floor(trace)[0] >= 4 * size
+    assert planner.floor(trace, in_slices=True)[0] == pytest.approx(2 * size + size // 4, abs=1024)
+
+
 def test_a_count_of_nothing_is_refused() -> None:
     with pytest.raises(teraio.OptionsError, match="found device_bytes=0, wanted a budget: 1 or more"):
         capture(training, device_bytes=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,12 @@ def words(steps: int) -> list[Batch]:
     return [torch.randint(0, CLASSES, (3, 481)) for _ in range(steps)]
 
 
+def words_of_any_number(steps: int, fewest: int) -> list[Batch]:
+    """Also more than in the first batch."""
+    sizes = [(3, 481), (2, 250), (2, fewest), (4, 481)]
+    return [torch.randint(0, CLASSES, sizes[step % len(sizes)]) for step in range(steps)]
+
+
 def predict(model: nn.Module, batch: Batch) -> Tensor:
     loss: Tensor = model(batch)
     return loss
@@ -61,6 +69,18 @@ def case(*, tiles: int | str, tied: bool = False, planned: bool = False) -> Case
 def test_tiles_have_the_same_bits_with_and_without_a_budget(codegen: str, tied: bool, tmp_path: Path) -> None:
     """And are followed by a plan. The gradient of the head waits in lower tiers between two tiles that add to it."""
     check_parity(case(tiles=ABOVE, tied=tied, planned=True), tmp_path, codegen=codegen, fraction=0.02)
+
+
+@pytest.mark.parametrize(("codegen", "tied", "fewest"), [("eager", False, 3), ("inductor", True, 40)])
+def test_tiles_of_any_number_of_words_have_the_same_bits(codegen: str, tied: bool, fewest: int, tmp_path: Path) -> None:
+    """By one graph, whose batches differ in both sizes; by eager operators also where all tiles but the last are empty."""
+    varying = replace(
+        case(tiles=ABOVE, tied=tied),
+        make_batches=partial(words_of_any_number, fewest=fewest),
+        compile_options={"dynamic": True},
+        steps=5,
+    )
+    check_parity(varying, tmp_path, codegen=codegen)
 
 
 def test_a_loss_that_is_too_large_for_the_budget_runs_in_tiles(tmp_path: Path) -> None:

@@ -6,14 +6,14 @@ import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from teraio.stages import CutPolicy, StageCompiler, cost, cut, operators, speed_of
-from teraio.stages import compile as compiling
+from teraio.stages import CutPolicy, StageCompiler, cost, cut, operators, sizes, speed_of
 
 from .graphs import (
     FINE,
@@ -174,9 +174,18 @@ def test_no_stage_needs_more_than_it_may_where_a_cut_helps(fuses: bool) -> None:
         assert max(least) < 1.25 * max(limited)
 
 
-def needs_of(captured: Captured, *, fuses: bool, most_bytes: int | None = None) -> list[int]:
+def test_what_does_not_fit_otherwise_is_cut_into_more_stages_than_a_graph_has() -> None:
+    """A long model has as many stages as a graph may have already."""
+    for captured in transformer(3):
+        needs = needs_of(captured, fuses=False)
+        full = replace(HEAVY, max_stages=len(needs))
+        limit = int(0.9 * max(needs))
+        assert max(needs_of(captured, fuses=False, most_bytes=limit, policy=full)) <= limit
+
+
+def needs_of(captured: Captured, *, fuses: bool, most_bytes: int | None = None, policy: CutPolicy = HEAVY) -> list[int]:
     """What each stage needs."""
-    compiler = StageCompiler(codegen="eager", policy=HEAVY, fuses=fuses, most_bytes=most_bytes)
+    compiler = StageCompiler(codegen="eager", policy=policy, fuses=fuses, most_bytes=most_bytes)
     stages = compiler.compile(captured.fresh(), phase="forward", options={}).stages
     return [stage.input_bytes + stage.output_bytes + stage.workspace_bytes for stage in stages]
 
@@ -285,7 +294,7 @@ def test_batch_norm_of_any_size(index: int) -> None:
     changed = captured.fresh()
     if index == 0:
         assert cut.can_cut(changed.graph), "or this test shows nothing"
-    compiling.compute_sizes(changed.graph)
+    sizes.compute_sizes(changed.graph)
     changed.graph.lint()
     assert cut.can_cut(changed.graph) is None and not any(map(operators.is_read_off, changed.graph.nodes))
     for arguments, expected in zip(captured.arguments, captured.results, strict=True):

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sympy
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
@@ -88,15 +89,25 @@ class Values(Interpreter):
         return self.values[n]
 
 
-def check_rules(graph: GraphModule, arguments: list[Tensor], count: int, size: int) -> set[str]:
-    """Compute each operator that has a rule in parts of `size` rows, wherever `count` rows can lie in its result.
+def check_rules(graph: GraphModule, arguments: list[Tensor], batches: int, size: int) -> set[str]:
+    """Compute each operator that has a rule in parts of `size` rows, wherever the rows can lie in its result.
 
-    Returns the operators that had one.
+    batches: how many times as many rows as the first argument has. Returns the operators that had one.
     """
     run = Values(graph)
     run.run(*arguments)
     found = set()
-    borders = [(begin, min(begin + size, count)) for begin in range(0, count, size)]
+    first = next(iter(graph.graph.nodes))
+    count = rows.product_of([batches, *(rows.shape_of(first) or ())[:1]])
+    number = batches * arguments[0].shape[0]
+    borders = [(begin, min(begin + size, number)) for begin in range(0, number, size)]
+    inputs = zip(graph.graph.find_nodes(op="placeholder"), arguments, strict=True)
+    symbols = {
+        symbolic: actual
+        for node, value in inputs
+        for symbolic, actual in zip(rows.shape_of(node) or (), value.shape, strict=True)
+        if isinstance(symbolic, sympy.Symbol)
+    }
     for node in graph.graph.nodes:
         if node.op != "call_function":
             continue
@@ -109,15 +120,24 @@ def check_rules(graph: GraphModule, arguments: list[Tensor], count: int, size: i
             part = rows.part_of(node, out, count, known)
             if part is not None:
                 found.add(operators.packet_name(node))
-                check(node, part, out, run.values, borders)
+                check(node, part, out, run.values, borders, symbols)
     return found
 
 
-def check(node: Node, part: rows.Part, out: rows.Rows | None, values: dict[Node, Any], borders: list[tuple[int, int]]) -> None:
+def check(
+    node: Node,
+    part: rows.Part,
+    out: rows.Rows | None,
+    values: dict[Node, Any],
+    borders: list[tuple[int, int]],
+    symbols: dict[sympy.Symbol, int],
+) -> None:
     parts = []
     for begin, end in borders:
 
         def of_part(leaf: Any, begin: int = begin, end: int = end) -> Any:
+            if isinstance(leaf, sympy.Expr):
+                return int(leaf.xreplace(symbols))
             if not isinstance(leaf, Node):
                 return end - begin if leaf is rows.ROWS else leaf
             there = part.inputs.get(leaf)
@@ -144,25 +164,31 @@ def assert_equal(found: Tensor, wanted: Tensor, node: Node) -> None:
     torch.testing.assert_close(found, wanted, equal_nan=True, msg=lambda text: f"{node.format_node()}: {text}")
 
 
-@given(
-    st.sampled_from([head(rows.MEAN), head(rows.SUM, 2.0), head(rows.NO_REDUCTION), decomposed, batched]),
-    st.integers(2, 6),
-    st.integers(1, 6),
-    st.integers(2, 6),
-    st.integers(1, 4),
-    st.randoms(use_true_random=False),
-)
-def test_parts_of_rows_are_the_whole(
-    function: Callable[..., Any], count: int, width: int, classes: int, size: int, random: Any
-) -> None:
-    """Also where numbers of rows, columns and classes happen to be equal."""
-    torch.manual_seed(random.randrange(1 << 30))
+heads = st.sampled_from([head(rows.MEAN), head(rows.SUM, 2.0), head(rows.NO_REDUCTION), decomposed, batched])
+sizes = st.tuples(st.integers(2, 6), st.integers(1, 6), st.integers(2, 6), st.integers(1, 4), st.integers(0, 1 << 30))
+
+
+def check_parts(function: Callable[..., Any], tracing: str, count: int, width: int, classes: int, size: int, seed: int) -> None:
+    torch.manual_seed(seed)
     target = torch.randint(0, classes, (count,))
     arguments = [torch.randn(count, width), torch.randn(classes, width), torch.randn(classes), target]
-    graph = make_fx(function, tracing_mode="fake")(*arguments)
-    check_rules(graph, arguments, 2 * count if function is batched else count, size)
+    graph = make_fx(function, tracing_mode=tracing)(*arguments)
+    check_rules(graph, arguments, 2 if function is batched else 1, size)
 
 
+@given(heads, sizes)
+def test_parts_of_rows_are_the_whole(function: Callable[..., Any], given_sizes: tuple[int, ...]) -> None:
+    """Also where numbers of rows, columns and classes happen to be equal."""
+    check_parts(function, "fake", *given_sizes)
+
+
+@settings(max_examples=8)
+@given(heads, sizes)
+def test_parts_of_a_symbolic_number_of_rows_are_the_whole(function: Callable[..., Any], given_sizes: tuple[int, ...]) -> None:
+    check_parts(function, "symbolic", *given_sizes)
+
+
+@pytest.mark.parametrize("tracing", ["fake", "symbolic"])
 @pytest.mark.parametrize(
     ("function", "without"),
     [
@@ -171,12 +197,12 @@ def test_parts_of_rows_are_the_whole(
         (batched, {"stack", "t"}),
     ],
 )
-def test_all_of_a_head_has_rules(function: Callable[..., Any], without: set[str]) -> None:
+def test_all_of_a_head_has_rules(function: Callable[..., Any], without: set[str], tracing: str) -> None:
     """Sizes that differ, so that each operator has the rows in one place only."""
     arguments = [torch.randn(11, 3), torch.randn(7, 3), torch.randn(7), torch.randint(0, 7, (11,))]
-    graph = make_fx(function, tracing_mode="fake")(*arguments)
-    found = check_rules(graph, arguments, 22 if function is batched else 11, 4)
-    there = {operators.packet_name(node) for node in graph.graph.nodes} - {""}
+    graph = make_fx(function, tracing_mode=tracing)(*arguments)
+    found = check_rules(graph, arguments, 2 if function is batched else 1, 4)
+    there = {operators.packet_name(node) for node in graph.graph.nodes} - {"", "sym_size"}
     assert there - found <= without, there - found
 
 
@@ -276,10 +302,11 @@ def fuses(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def captured(model: nn.Module, *, fuses: bool, above_bytes: int = 0, batch: int = BATCH) -> list[Captured]:
-    words = torch.randint(0, CLASSES, (batch, WORDS))
+def captured(model: nn.Module, *more: tuple[int, int], fuses: bool, above_bytes: int = 0, batch: int = BATCH) -> list[Captured]:
+    """more: further sizes of batches, if sizes are symbolic."""
+    words = [torch.randint(0, CLASSES, size) for size in ((batch, WORDS), *more)]
     with tiles.marking(above_bytes=above_bytes, fuses=fuses):
-        return capture(model, words, decompositions=None if fuses else {})
+        return capture(model, *words, dynamic=bool(more), decompositions=None if fuses else {})
 
 
 def tiled(graph: Captured) -> tuple[GraphModule, int]:
@@ -313,6 +340,19 @@ def test_a_graph_in_tiles_has_the_results_of_the_whole(
     torch.manual_seed(0)
     forward, backward = captured(Model(loss, **settings), fuses=fuses)
     assert check_results(forward) > 1 and check_results(backward) > 1
+
+
+@pytest.mark.parametrize("settings", [{"bias": True}, {"tied": True}], ids=str)
+@pytest.mark.parametrize("loss", [flat_loss, ignoring, several, weighted])
+def test_one_graph_in_tiles_serves_all_sizes(
+    loss: Callable[[Tensor, Tensor], Any], settings: dict[str, bool], fuses: bool
+) -> None:
+    """Also fewer rows than there are tiles."""
+    torch.manual_seed(0)
+    random = [(int(torch.randint(2, 6, ())), int(torch.randint(2, 900, ()))) for _ in range(3)]
+    forward, backward = captured(Model(loss, **settings), (2, 2), *random, fuses=fuses, batch=4)
+    assert len(forward.arguments) == len(backward.arguments) == 5, "the graph was compiled again"
+    assert check_results(forward) > 4 and check_results(backward) > 4
 
 
 @pytest.mark.parametrize("loss", [flat_loss, several])
@@ -353,8 +393,9 @@ def test_what_no_rule_knows_ends_a_region(fuses: bool) -> None:
     check_results(backward)
 
 
-def test_equal_tiles_are_compiled_once(fuses: bool) -> None:
-    forward, backward = captured(Model(flat_loss), fuses=fuses)
+@pytest.mark.parametrize("more", [(), ((3, WORDS),)], ids=["fixed", "symbolic"])
+def test_equal_tiles_are_compiled_once(more: tuple[tuple[int, int], ...], fuses: bool) -> None:
+    forward, backward = captured(Model(flat_loss), *more, fuses=fuses, batch=4)
     compiler = StageCompiler(codegen="eager", policy=FINE, fuses=fuses)
     made = [compiler.compile(each.fresh(), phase=each.phase, options={}) for each in (forward, backward)]
     numbered = [stage for program in made for stage in program.stages if ".tile" in stage.name and ".tile0" not in stage.name]
