@@ -24,6 +24,7 @@ _NAMES = {  # public names of private modules are here, too
     "torch._C._dynamo.eval_frame": "reset_code",
     "torch._C._functorch": "is_functorch_wrapped_tensor peek_interpreter_stack",
     "torch._guards": "TracingContext detect_fake_mode tracing",
+    "torch._prims_common": "is_contiguous_or_false",
     "torch._subclasses": "FakeTensor FakeTensorMode",
     "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException is_fake unset_fake_temporarily",
     "torch.cuda.memory": "_record_memory_history _snapshot",
@@ -31,7 +32,7 @@ _NAMES = {  # public names of private modules are here, too
     "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes is_traceable_wrapper_subclass",
     "torch.utils._pytree": "tree_iter tree_leaves tree_map tree_map_only",
-    "torch.utils._sympy": "interp.sympy_interp reference.PythonReferenceAnalysis",
+    "torch.utils._sympy": "functions.FloorDiv interp.sympy_interp reference.PythonReferenceAnalysis",
 }
 _OF_CUDA = {"torch._C": "_cuda_clearCublasWorkspaces _cuda_getCurrentRawStream _cuda_isHistoryEnabled _host_emptyCache"}
 _OF_COMPILER = {  # these take seconds to import

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -56,7 +57,7 @@ class Result(NamedTuple):
 
     @property
     def json(self) -> Any:
-        assert self.err == ""
+        assert not re.sub(r"^\w+ \.\.\.\n", "", self.err), "but for what is told where a machine is slow"
         return json.loads(self.out)
 
 
