@@ -262,7 +262,7 @@ class AllocatorPieces:
         around it. The allocator takes the first gap that is large enough, if it has nothing free that is."""
         room = (self._streams.limit_bytes or 0) - _LEFT_BYTES
         room -= sum(segment["total_size"] for segment in taken if segment["device"] == self._device.index)
-        held = []
+        held, reserved = [], self._streams.reserved_bytes
         with contextlib.suppress(DeviceMemoryError):
             for below, above in pairwise(sorted(self._own(taken), key=lambda segment: segment["address"])):
                 end, last = below["address"] + below["total_size"], below["blocks"][-1]
@@ -270,9 +270,9 @@ class AllocatorPieces:
                 for _ in range(_TRIES):
                     if room < _PAGE_BYTES:
                         return
-                    size, before = min(room, above["address"] - end), self._streams.reserved_bytes
-                    held.append(self.allocate(end - begin + size))
-                    room -= self._streams.reserved_bytes - before
+                    held.append(self.allocate(end - begin + min(room, above["address"] - end)))
+                    before, reserved = reserved, self._streams.reserved_bytes
+                    room -= reserved - before
                     if held[-1].data_ptr() == begin:
                         break
             if room >= _PAGE_BYTES:
