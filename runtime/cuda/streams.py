@@ -260,23 +260,23 @@ class AllocatorPieces:
     def _fill_gaps(self, taken: Sequence[Mapping[str, Any]]) -> None:
         """Take from the device what the limit leaves: where retries have left gaps, the lowest first, so that it joins what lies
         around it. The allocator takes the first gap that is large enough, if it has nothing free that is."""
-        room = (self._streams.limit_bytes or 0) - _LEFT_BYTES
-        room -= sum(segment["total_size"] for segment in taken if segment["device"] == self._device.index)
-        held, reserved = [], self._streams.reserved_bytes
+        limit_bytes = (self._streams.limit_bytes or 0) - _LEFT_BYTES
+        reserved = sum(segment["total_size"] for segment in taken if segment["device"] == self._device.index)
+        held = []
         with contextlib.suppress(DeviceMemoryError):
             for below, above in pairwise(sorted(self._own(taken), key=lambda segment: segment["address"])):
                 end, last = below["address"] + below["total_size"], below["blocks"][-1]
                 begin = end - last["size"] if last["state"] == "inactive" else end
                 for _ in range(_TRIES):
+                    room = limit_bytes - reserved
                     if room < _PAGE_BYTES:
                         return
                     held.append(self.allocate(end - begin + min(room, above["address"] - end)))
-                    before, reserved = reserved, self._streams.reserved_bytes
-                    room -= reserved - before
+                    reserved = self._streams.reserved_bytes
                     if held[-1].data_ptr() == begin:
                         break
-            if room >= _PAGE_BYTES:
-                self.allocate(room)
+            if limit_bytes - reserved >= _PAGE_BYTES:
+                self.allocate(limit_bytes - reserved)
 
     def copy(self, address: int, fresh: torch.UntypedStorage) -> None:
         driver.copy(self._compute, target=fresh.data_ptr(), source=address, size_bytes=fresh.nbytes())
