@@ -16,6 +16,7 @@ from planner.problem.host_updates import (
     user_stages,
 )
 from planner.problem.lifetimes import (
+    SLICES_SHARE,
     BlockActivity,
     InactivePeriod,
     block_activities,

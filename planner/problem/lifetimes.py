@@ -9,6 +9,9 @@ from itertools import accumulate
 from planner.problem.recompute import RerunPlaces, recomputed, simple_sets
 from planner.schema import Block, BlockKind, Tier, Trace
 
+# Where an update runs in slices, these take at most the parameter's size divided by this, with all that it allocates.
+SLICES_SHARE = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InactivePeriod:
@@ -177,7 +180,7 @@ def stage_floors(trace: Trace) -> list[int]:
 def _sliced(trace: Trace, floors: Sequence[int]) -> list[int]:
     """Return `floors`, where states pass through the device in slices, as they do in training if the budget asks for that.
 
-    An update then takes one parameter, its gradient and a quarter of its size. Optimizers that can do that can update on hosts.
+    An update then takes one parameter, its gradient and the slices. Optimizers that can do that can update on hosts.
     """
     found = list(floors)
     for subgroup in trace.subgroups:
@@ -185,7 +188,8 @@ def _sliced(trace: Trace, floors: Sequence[int]) -> list[int]:
             movable = [trace.blocks[number] for number in subgroup.blocks if trace.blocks[number].movable]
             largest = max((block.size_bytes for block in movable if block.kind == "parameter"), default=0)
             moves = trace.stages[subgroup.stage].workspace_bytes + sum(block.size_bytes for block in movable)
-            found[subgroup.stage] = min(found[subgroup.stage], found[subgroup.stage] - moves + 2 * largest + largest // 4)
+            sliced = found[subgroup.stage] - moves + 2 * largest + largest // SLICES_SHARE
+            found[subgroup.stage] = min(found[subgroup.stage], sliced)
     return found
 
 

@@ -61,22 +61,24 @@ def gather(
     gathering = _Gathering(pool, Layout(pool.segments()), blocks, move)
     attempts = 0
     while attempts < _ATTEMPTS:
-        short = gathering.rehearse(history)
-        if short is None:
+        outcome = gathering.rehearse(history)
+        if not outcome.missing_bytes and not outcome.moved:
             return
-        if short.step_bytes and not gathering.make_free(short.together_bytes):
-            if not let_go(short.step_bytes):
+        if outcome.missing_bytes and not gathering.make_free(outcome.together_bytes):
+            if not let_go(outcome.missing_bytes):
                 return
             gathering.look()
         else:
             attempts += 1  # blocks have moved: each request may go elsewhere now
 
 
-class _Short(NamedTuple):
-    """Where a rehearsal has ended: at a request of so many bytes, 0 at the end. together_bytes: with what was held then."""
+class _Outcome(NamedTuple):
+    """Of a rehearsal. moved: blocks made way. missing_bytes: of the request at which it ended, for which nothing could be made
+    free; 0 if there was none. together_bytes: these with what was held then."""
 
-    step_bytes: int
-    together_bytes: int
+    moved: bool
+    missing_bytes: int = 0
+    together_bytes: int = 0
 
 
 class _Gathering:
@@ -91,28 +93,28 @@ class _Gathering:
         """See what lies where by now."""
         self._layout.look(self._pool.segments())
 
-    def rehearse(self, history: Sequence[int]) -> _Short | None:
-        """Allocate and free all of it. Where there is no free range, blocks make way. Returns None if none had to, or if the pool
-        does otherwise than foreseen."""
+    def rehearse(self, history: Sequence[int]) -> _Outcome:
+        """Allocate and free all of it. Where there is no free range, blocks make way. Ends where the pool does otherwise than
+        foreseen, as if none had to."""
         held: dict[int, torch.UntypedStorage] = {}
-        count, some, layout = 0, False, self._layout
+        count, moved, layout = 0, False, self._layout
         try:
             for step in history:
                 if step < 0:
                     layout.free(held.pop(-step).data_ptr())
                     continue
                 if not layout.fits(step):
-                    some = True
+                    moved = True
                     if not self.make_free(step):
-                        return _Short(step, step + sum(area.nbytes() for area in held.values()))
+                        return _Outcome(moved, step, step + sum(area.nbytes() for area in held.values()))
                 count += 1
                 held[count] = self._pool.allocate(step)
                 if not layout.take(held[count].data_ptr(), step):
-                    return None
+                    return _Outcome(moved=False)
         finally:
             while held:
                 layout.free(held.popitem()[1].data_ptr())
-        return _Short(0, 0) if some else None
+        return _Outcome(moved)
 
     def make_free(self, size_bytes: int) -> bool:
         """Make one free range of `size_bytes`, where there is none. Returns whether there is."""

@@ -163,12 +163,12 @@ class StagePieces(PagerPart):
 
         def let_go(size_bytes: int) -> bool:
             """Take the memory of the queued copies out that end first."""
-            queued, reserved, freed = self._account.queued_offloads, self._account.reserved_bytes, 0
+            reserved = self._account.reserved_bytes
             self._transitions.reserve(NO_LIMIT)  # no prefetch may take it
-            while queued and freed < size_bytes:
-                freed += self._transitions.take_memory(next(iter(queued)))
-            self._transitions.reserve(reserved)
-            return freed > 0
+            try:
+                return self._transitions.take_queued(size_bytes) > 0
+            finally:
+                self._transitions.reserve(reserved)
 
         served = pieces.gather(history, movable, move, let_go)
         self._served[what] = self._served.get(what, 0) + 1 if served else 0

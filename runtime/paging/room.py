@@ -49,7 +49,7 @@ class RoomMaker(PagerPart):
 
         what: name of the stage. Raises BudgetError if the stage does not fit, StorageError if a copy failed.
         """
-        account, queued = self._account, self._account.queued_offloads
+        account = self._account
         if account.budget_bytes is None:
             return
         while True:
@@ -65,8 +65,7 @@ class RoomMaker(PagerPart):
                 if not self._evict_for(blocks, short - account.offloading_bytes):
                     continue
             # The device waits for these copies, not the host, see [Note: Queued offloads].
-            while queued and self._short_bytes(blocks, new_bytes) > 0:
-                self._transitions.take_memory(next(iter(queued)))
+            self._transitions.take_queued(self._short_bytes(blocks, new_bytes))
             short = self._short_bytes(blocks, new_bytes)
             if short > 0:
                 if not self._copies_are_under_way:
@@ -81,7 +80,7 @@ class RoomMaker(PagerPart):
         does what the lower tiers have no room for. Waits until all copies have ended. Raises StorageError if one failed.
         counts: training needs the room, so that the account counts evictions and the seconds of the wait.
         """
-        account, queued = self._account, self._account.queued_offloads
+        account = self._account
         evictions = account.evictions
         try:
             while True:
@@ -93,8 +92,7 @@ class RoomMaker(PagerPart):
                 for block in sorted(self._leaving(()), key=lambda block: not block.copy_is_valid):
                     with contextlib.suppress(StorageFullError):
                         self._transitions.begin_offload(block)
-                while queued:
-                    self._transitions.take_memory(next(iter(queued)))
+                self._transitions.take_queued(NO_LIMIT)
                 if not self._copies_are_under_way:
                     break
                 if counts:

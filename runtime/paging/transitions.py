@@ -244,6 +244,13 @@ class BlockTransitions(PagerPart):
         self._finish_offload(block)
         return before - self._account.used_bytes
 
+    def take_queued(self, wanted_bytes: int) -> int:
+        """Take the memory of queued offloads, those first that end first, until so many bytes are free. Returns how many are."""
+        freed = 0
+        while self._queued and freed < wanted_bytes:
+            freed += self.take_memory(next(iter(self._queued)))
+        return freed
+
     # -- slots of blocks on the device
 
     def _copy_out(self, block: Block, tier: WaitingTier | None, done: Callable[[StorageError | None], None]) -> bool:

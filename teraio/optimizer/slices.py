@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from planner.errors import StorageError
+from planner.problem import SLICES_SHARE
 from runtime.paging import Block, Pager
 from runtime.storage import ALIGNMENT_BYTES, RangeCopy, align_up, in_turns
 from runtime.system import annotate
@@ -43,7 +44,6 @@ from teraio.optimizer.facts import OptimizerFacts, OwnedParameter, moves
 _BUFFERS = 4
 _READ_AHEAD = 2  # slices that are read ahead while one is updated
 _MAX_SLICE_BYTES = 32 << 20
-_SCRATCH_SHARE = 4  # buffers and temporaries of the slices take at most the parameter's size divided by this
 _COUNTERS_BYTES = 1024  # bytes reserved for the counters of two slices
 # Elements of the scratch parameter that tells which states an optimizer makes. No counter has as many elements.
 _TRIED_ELEMENTS = 3
@@ -107,7 +107,7 @@ def slicing(facts: OptimizerFacts, owned: OwnedParameter, pager: Pager) -> Slici
         return buffers, temporaries + (itemsize * elements if fresh else 0) + (_COUNTERS_BYTES if states else 0)
 
     elements = 1 << (_MAX_SLICE_BYTES // parameter.itemsize).bit_length() - 1
-    while elements >= ALIGNMENT_BYTES and _SCRATCH_SHARE * sum(needed(elements)) > parameter.nbytes:
+    while elements >= ALIGNMENT_BYTES and SLICES_SHARE * sum(needed(elements)) > parameter.nbytes:
         elements //= 2
     if elements < ALIGNMENT_BYTES:  # fewer elements are not whole pages for every element size
         return None

@@ -31,15 +31,14 @@ class Sizes:
     def node(self, expression: sympy.Expr, before: Node) -> Node:
         """Return a node with a size, which is made `before` another one if it is not yet known: each next one further on."""
         if expression not in self._known:
-            there = set(self._graph.nodes)
+            made = before.prev
             tracer = GraphAppendingTracer(self._graph)
             with self._graph.inserting_before(before):
                 symbols = {symbol: Proxy(self._known[symbol], tracer) for symbol in expression.free_symbols}
                 self._known[expression] = sympy_interp(PythonReferenceAnalysis, symbols, expression).node
-            for made in self._graph.nodes:
-                if made not in there:
-                    target: Any = made.target
-                    made.meta["val"] = target(*torch.fx.node.map_arg(made.args, lambda each: each.meta["val"]))
+            while (made := made.next) is not before:
+                target: Any = made.target
+                made.meta["val"] = target(*torch.fx.node.map_arg(made.args, lambda each: each.meta["val"]))
         return self._known[expression]
 
 
