@@ -122,6 +122,21 @@ def of_changing_length(steps: int) -> list[Batch]:
     return [text.sentences(1, length=(64, 48, 96)[step % 3])[0] for step in range(steps)]
 
 
+class OfDocuments(nn.Module):
+    """A Llama whose mask keeps the texts apart that are packed into one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llama = text.llama(max_position_embeddings=2048)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor) -> Any:
+        places = torch.arange(input_ids.shape[1])
+        document = torch.bucketize(places, cu_seqlens[1:], right=True)
+        mask = (document[:, None] == document) & (places[:, None] >= places)
+        positions = places - cu_seqlens[document]
+        return self.llama(input_ids=input_ids, labels=labels, position_ids=positions[None], attention_mask=mask[None, None])
+
+
 class Recommender(nn.Module):
     """A table of which each batch touches a few rows, and a small model over it."""
 
@@ -264,6 +279,9 @@ LOOPS = {
             ("`DataCollatorWithFlattening`", text.flattened),
         )
     },
+    "packed by `cu_seqlens`, one plan for all lengths": llama(
+        make=OfDocuments, make_batches=text.packed, steps=14, planned=True, compile_options={"dynamic": True}
+    ),
     "fused AdamW": llama(make_optimizer=fused, **PLANNED),
     "AdamW with states of 8 bits": llama(make_optimizer=eight_bits, package="torchao", **PLANNED),
     "LBFGS": llama(step_by_closure, make_optimizer=lbfgs),

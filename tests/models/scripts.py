@@ -98,8 +98,7 @@ def sft(strategy: str | None) -> Callable[[Options, Path], Result]:
 
     def run(options: Options, folder: Path) -> Result:
         from datasets import Dataset
-        from tokenizers import Tokenizer, models
-        from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
+        from transformers import TrainerCallback, set_seed
         from trl import SFTConfig, SFTTrainer
 
         watch = Watch()
@@ -111,8 +110,6 @@ def sft(strategy: str | None) -> Callable[[Options, Path], Result]:
         set_seed(1)
         model = text.llama()
         teraio.compile(model, dynamic=None if strategy else True, **options)
-        words = Tokenizer(models.WordLevel({"<end>": 0}, unk_token="<end>"))
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
         draw = np.random.default_rng(1)
         rows = [draw.integers(3, text.WORDS, size=draw.integers(8, 64)).tolist() for _ in range(400)]
         arguments = SFTConfig(
@@ -131,7 +128,7 @@ def sft(strategy: str | None) -> Callable[[Options, Path], Result]:
             model=model,
             args=arguments,
             train_dataset=Dataset.from_dict({"input_ids": rows}),
-            processing_class=tokenizer,
+            processing_class=words(),
             callbacks=[AfterStep()],
         )
         trainer.train()
@@ -139,6 +136,62 @@ def sft(strategy: str | None) -> Callable[[Options, Path], Result]:
         return watch.result(model)
 
     return run
+
+
+def grpo(options: Options, folder: Path) -> Result:
+    """TRL's group relative policy optimization: texts are generated for each prompt, rewarded, and learned."""
+    from datasets import Dataset
+    from transformers import TrainerCallback, set_seed
+    from trl import GRPOConfig, GRPOTrainer
+
+    watch = Watch()
+
+    class AfterStep(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            watch.after_step(0.0)
+
+    def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        return [sum(word % 2 for word in each) / (len(each) + 1) for each in completion_ids]
+
+    set_seed(1)
+    model = text.llama()
+    teraio.compile(model, dynamic=True, **options)
+    draw = np.random.default_rng(1)
+    prompts = [" ".join(f"w{word}" for word in draw.integers(3, text.WORDS, size=draw.integers(4, 24))) for _ in range(64)]
+    arguments = GRPOConfig(
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=16,
+        num_generations=4,
+        max_completion_length=24,
+        max_steps=17,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=words(),
+        callbacks=[AfterStep()],
+    )
+    trainer.train()
+    watch.losses = [torch.tensor(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    return watch.result(model)
+
+
+def words() -> Any:
+    """A tokenizer for which each number below `text.WORDS` is a word: w3, w4 and so on."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    numbers = {"<end>": 0, **{f"w{number}": number for number in range(1, text.WORDS)}}
+    made = Tokenizer(models.WordLevel(numbers, unk_token="<end>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<end>")
 
 
 def nano_gpt_resumed(dtype: str, options: Options, folder: Path) -> Result:
@@ -171,6 +224,7 @@ def _train_nano_gpt(environment: Mapping[str, str], arguments: list[str]) -> Res
 SCRIPTS = {
     "Lightning's automatic loop": Loop(case=Script(run=lightning_fit, planned=True), package="lightning"),
     "`SFTTrainer`, padded and grouped by length": Loop(case=Script(run=sft(None), planned=True), package="trl"),
+    "`GRPOTrainer`": Loop(case=Script(run=grpo, planned=True), package="trl"),
     "`SFTTrainer`, packed": Loop(case=Script(run=sft("bfd")), package="trl"),
     "`SFTTrainer`, packed and cut (`wrapped`)": Loop(case=Script(run=sft("wrapped"), planned=True), package="trl"),
     **{

@@ -162,3 +162,12 @@ def flattened(steps: int) -> list[Batch]:
     flatten = DataCollatorWithFlattening()
     sizes = [(24, 16, 20, 34, 10, 28)[step % 6] for step in range(steps)]
     return [dict(flatten(_texts(size, shortest=20, longest=80))) for size in sizes]
+
+
+def packed(steps: int) -> list[Batch]:
+    """The same rows, with the places at which the texts begin, and the end, in place of positions."""
+    made = flattened(steps)
+    for batch in made:
+        positions = batch.pop("position_ids")[0]
+        batch["cu_seqlens"] = torch.cat([torch.nonzero(positions == 0)[:, 0], torch.tensor([len(positions)])])
+    return made
