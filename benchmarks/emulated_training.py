@@ -4,21 +4,18 @@ What the device did since the last `reset_peak` is in the report's status under 
 """
 
 import gc
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.rival_training import CannotRun, RivalSetting, RivalTraining, ended_well
+from benchmarks.turns import first_in_line
 from examples.training import Report, Step
 from examples.worker import serve
 from tools.made_up_cuda.emulated import device
-
-FAIR_PRIORITY = 1
 
 
 class _Emulated(RivalTraining):
@@ -32,7 +29,7 @@ class _Emulated(RivalTraining):
         gc.callbacks.append(self._collect)
 
     def steps(self, count: int) -> Step:
-        with _first_in_line():
+        with first_in_line():
             self._iterations += count
             return super().steps(count)
 
@@ -68,23 +65,6 @@ class _Emulated(RivalTraining):
             now = time.perf_counter()
             self._collected[0] += now if phase == "stop" else -now
             self._collected[1] += phase == "stop"
-
-
-@contextmanager
-def _first_in_line() -> Iterator[None]:
-    """Let this process's threads run before those of other processes, where the system allows it: other work is not measured."""
-    threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
-    policies = {}
-    for thread in threads:
-        with suppress(OSError):
-            policies[thread] = os.sched_getscheduler(thread)
-            os.sched_setscheduler(thread, os.SCHED_RR, os.sched_param(FAIR_PRIORITY))
-    try:
-        yield
-    finally:
-        for thread, policy in policies.items():
-            with suppress(OSError):
-                os.sched_setscheduler(thread, policy, os.sched_param(0))
 
 
 def begin(line: str) -> Any:

@@ -2,7 +2,9 @@
 
 Lengths are drawn from two distributions that are made up after what is published of such data: dialogues are mostly short, with a
 long tail (log-normal, median an eighth of the context); of documents, two of five fill the context. Each batch has one length.
-Drives are held to a rate, so that copies cost what they cost there and not what this machine's cache makes of them.
+Drives are held to a rate, so that copies cost what they cost there and not what this machine's cache makes of them. A plan for
+one length trains with no other length in between, where memory is used again as it is: how long all lengths take in turns without
+a budget tells how much that is.
 """
 
 import random
@@ -19,7 +21,7 @@ from torch._dynamo.utils import counters
 import teraio
 from benchmarks.results import Figure
 from benchmarks.slow_drive import hold_drives_to
-from benchmarks.turns import Scale, waited_seconds
+from benchmarks.turns import Scale, first_in_line, waited_seconds
 from examples.gpt import GPT, GPTConfig
 from runtime.storage import PosixStore
 
@@ -73,9 +75,11 @@ def measure(scale: Scale) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
         lengths[STEPS // 2 :: 6] = [max(lengths)] * len(lengths[STEPS // 2 :: 6])  # long ones in both halves
         lengths[2] = max(lengths)
         chosen = [sorted(lengths)[int(len(lengths) * share)] for share in OWN]
-        lengths[STEPS // 2 + 1 :: 6] = (chosen * STEPS)[: len(lengths[STEPS // 2 + 1 :: 6])]
+        lengths[STEPS // 2 + 1 :: 2] = (chosen * STEPS)[: len(lengths[STEPS // 2 + 1 :: 2])]
+        with first_in_line():
+            unlimited = _train(lengths, {}, STEPS // 2)
         for rate, bytes_per_second in RATES.items():
-            with _drives_held_to(bytes_per_second), TemporaryDirectory(dir=scale.output) as folder:
+            with first_in_line(), _drives_held_to(bytes_per_second), TemporaryDirectory(dir=scale.output) as folder:
                 for share, part in SHARES.items():
                     budget_bytes = int(part * peak_bytes)
                     options = {"memory_budget": budget_bytes, "storage": folder}
@@ -83,27 +87,35 @@ def measure(scale: Scale) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
                     one = _train(lengths, options, STEPS // 2)
                     own = {each: _train([each] * STEPS, options, STEPS // 2) for each in dict.fromkeys(chosen)}
                     name = f"{kind}, {share}, {rate}"
-                    figures += _figures(name, on_demand, one, own, budget_bytes)
+                    figures += _figures(name, on_demand, one, unlimited, own, budget_bytes)
                     samples |= {f"{name}: on demand": on_demand.seconds, f"{name}: one plan": one.seconds}
+                    samples |= {f"{name}: own plan for {each}": ran.seconds for each, ran in own.items()}
     return tuple(figures), samples
 
 
-def _figures(name: str, on_demand: Ran, one: Ran, own: dict[int, Ran], budget_bytes: int) -> Iterator[Figure]:
+def _figures(name: str, on_demand: Ran, one: Ran, unlimited: Ran, own: dict[int, Ran], budget_bytes: int) -> Iterator[Figure]:
     for way, ran in {"on demand": on_demand, "one plan": one}.items():
         yield Figure(
             name=f"{name}: waits, {way}", value=1e3 * fmean(ran.waited), unit="ms", note=f"{ran.moved_mib:.0f} MiB moved"
         )
     times = [planned / before for planned, before in zip(one.seconds, on_demand.seconds, strict=True)]
     yield Figure(name=f"{name}: time, one plan / on demand", value=median(times), unit="")
-    of_length = [[s for s, n in zip(one.seconds, one.lengths, strict=True) if n == each] for each in own]
-    ratios = [median(times) / median(by_own.seconds) for times, by_own in zip(of_length, own.values(), strict=True)]
-    note = ", ".join(f"{length}: {ratio:.2f}" for length, ratio in zip(own, ratios, strict=True))
-    yield Figure(name=f"{name}: time, one plan / a plan for the length", value=max(ratios), unit="", aim=AIM, note=note)
+    for other, usual in {
+        "a plan for the length": {length: median(ran.seconds) for length, ran in own.items()},
+        "without a budget": {length: _usual(unlimited, length) for length in own},
+    }.items():
+        ratios = {length: _usual(one, length) / seconds for length, seconds in usual.items()}
+        note = ", ".join(f"{length}: {ratio:.2f}" for length, ratio in ratios.items())
+        yield Figure(name=f"{name}: time, one plan / {other}", value=max(ratios.values()), unit="", aim=AIM, note=note)
     over = max(one.peak_bytes, on_demand.peak_bytes) / budget_bytes
     yield Figure(name=f"{name}: peak / budget", value=over, unit="", aim="<= 1")
     yield Figure(
         name=f"{name}: plans made again, and graphs compiled late", value=one.replans + one.recompiled, unit="", aim="<= 0"
     )
+
+
+def _usual(ran: Ran, length: int) -> float:
+    return median(seconds for seconds, each in zip(ran.seconds, ran.lengths, strict=True) if each == length)
 
 
 def _train(lengths: Sequence[int], options: dict[str, Any], counted: int) -> Ran:

@@ -14,7 +14,7 @@ import torch
 import teraio
 from benchmarks.budgets import budgeted
 from benchmarks.results import Figure
-from benchmarks.turns import Scale, ratios, spread, take_turns, tensor_peak, warm_up, workers
+from benchmarks.turns import Scale, first_in_line, ratios, spread, take_turns, tensor_peak, warm_up, workers
 from examples.gpt import GPT, GPTConfig
 from examples.llama import SIZES, llama
 from examples.training import Setting
@@ -122,7 +122,7 @@ def _time(scale: Scale) -> Measured:
     budget = budgeted(dataclasses.replace(scale, batch=4), int(0.7 * tensor_peak(plain, "peak", scale.output)))
     base = plain.model_copy(update={"options": budget.options})
     settings = {way: base.model_copy(update={"options": base.options | {"tiles": way}}) for way in ("off", HEAD)}
-    with workers(settings, scale.output) as running:
+    with first_in_line(), workers(settings, scale.output) as running:
         phases = {name: warm_up(worker, 6) for name, worker in running.items()}
         taken = take_turns(running, 2 * scale.rounds)
     seconds = {name: [step.seconds for step in steps] for name, steps in taken.items()}

@@ -1,7 +1,8 @@
 """Workers that take turns, so that a slow phase of the machine affects all of them alike."""
 
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -121,3 +122,20 @@ def tensor_peak(setting: Setting, name: str, output: Path, steps: int = 3) -> in
 def waited_seconds() -> float:
     """Return the seconds that training in this process has waited for copies so far, on either link."""
     return sum(sum(status.exposed_seconds.values()) for status in teraio.status())
+
+
+@contextmanager
+def first_in_line() -> Iterator[None]:
+    """Let this process's threads, and processes that they start, run before others, where the system allows it."""
+    threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+    policies = {}
+    for thread in threads:
+        with suppress(OSError):
+            policies[thread] = os.sched_getscheduler(thread)
+            os.sched_setscheduler(thread, os.SCHED_RR, os.sched_param(1))
+    try:
+        yield
+    finally:
+        for thread, policy in policies.items():
+            with suppress(OSError):
+                os.sched_setscheduler(thread, policy, os.sched_param(0))
