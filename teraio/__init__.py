@@ -52,7 +52,7 @@ from planner.errors import (  # noqa: E402
 from teraio.given_options import GivenOptions  # noqa: E402
 from teraio.parked import Parked  # noqa: E402
 from teraio.version import __version__  # noqa: E402
-from teraio.watching import CsvWriter, IterationStats, Stats, Status  # noqa: E402
+from teraio.watching import IterationStats, Stats, Status  # noqa: E402
 
 _Compiled = TypeVar("_Compiled", bound=Callable[..., Any])
 
@@ -60,7 +60,6 @@ __all__ = [
     "BudgetError",
     "CheckpointError",
     "ChecksumError",
-    "CsvWriter",
     "IterationStats",
     "OptionsError",
     "Parked",
@@ -222,8 +221,8 @@ def stats(model: torch.nn.Module) -> Stats:
 def on_iteration(watcher: Callable[[IterationStats], None]) -> Callable[[], None]:
     """Call `watcher` after each iteration of every training run of this process. Return a function that ends this.
 
-    watcher: such as `teraio.CsvWriter("run.csv")`. Training waits for it, and what it raises, the training loop raises. On a GPU
-    it is called one iteration late, when the times are known.
+    watcher: training waits for it, and what it raises, the training loop raises. On a GPU it is called one iteration late, when
+    the times are known.
     """
     return _registry().on_iteration(watcher)
 

@@ -1,19 +1,18 @@
-"""What a training run is doing and what each of its iterations took: as data, and in a CSV file.
-
-`docs/architecture.md` describes the columns of the file.
-"""
+"""What a training run is doing and what each of its iterations took."""
 
 from __future__ import annotations
 
-import csv
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from planner.errors import FileFormatError
+from planner.schema import describe
 
 if TYPE_CHECKING:  # `import teraio` must not import torch
     from runtime.paging import Pager
@@ -21,13 +20,12 @@ if TYPE_CHECKING:  # `import teraio` must not import torch
     from teraio.profiling import Iteration, RerunRecord
 
 __all__ = [
-    "CsvWriter",
     "History",
     "IterationStats",
     "RunPhase",
     "Stats",
     "Status",
-    "read_csv",
+    "read_iterations",
     "waited_for_ranks",
     "with_waiting",
 ]
@@ -210,79 +208,21 @@ class History:
         return stats
 
 
-def _phase(text: str) -> str:
-    if text not in get_args(RunPhase):
-        raise ValueError("no such phase")
-    return text
-
-
-# How the fields of `IterationStats` that are one column each are read.
-_FIELDS: dict[str, Callable[[str], Any]] = {
-    "run": int,
-    "iteration": int,
-    "phase": _phase,
-    "seconds": float,
-    "waited_seconds": float,
-    "recompute_seconds": float,
-    "predicted_seconds": lambda text: float(text) if text else None,
-}
-_LINKS = ("device->host", "host->device", "device->storage", "storage->device")
-# The columns of the fields that are mappings, by key, and how they are read. An empty column: no such key.
-_BY_KEY: dict[str, tuple[dict[str, str], Callable[[str], float]]] = {
-    "tier_bytes": ({tier: f"{tier}_bytes" for tier in ("device", "host", "storage")}, int),
-    "moved_bytes": ({link: f"{link} bytes" for link in _LINKS}, int),
-    "busy_seconds": ({link: f"{link} busy_seconds" for link in _LINKS}, float),
-}
-_COLUMNS = (*_FIELDS, *(column for columns, _ in _BY_KEY.values() for column in columns.values()))
-
-
-class CsvWriter:
-    """Writes each iteration as a line of a CSV file, for `teraio.on_iteration`.
-
-    path: is replaced if it exists. Each line is in the file as soon as its iteration has ended. Raises OSError.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file: TextIO = Path(path).open("w", newline="", encoding="utf-8", buffering=1)
-        self._rows = csv.writer(self._file)
-        self._rows.writerow(_COLUMNS)
-
-    def __call__(self, stats: IterationStats) -> None:
-        """Write one iteration."""
-        values = [getattr(stats, field) for field in _FIELDS]
-        values += [getattr(stats, field).get(key) for field, (columns, _) in _BY_KEY.items() for key in columns]
-        self._rows.writerow(values)  # None: an empty text
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def read_csv(path: str | os.PathLike[str]) -> tuple[IterationStats, ...]:
-    """Return the iterations of a file that `CsvWriter` wrote. A last line that was cut short is left out.
+def read_iterations(path: str | os.PathLike[str]) -> tuple[IterationStats, ...]:
+    """Return the iterations of a file with one as JSON on each line. A last line that was cut short is left out.
 
     Raises FileFormatError with the file, the line and what is wrong.
     """
     try:
-        with Path(path).open(newline="", encoding="utf-8") as file:
-            lines = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
         raise FileFormatError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if not lines or tuple(lines[0]) != _COLUMNS:
-        raise FileFormatError(f"{path}: line 1 has not the columns of measured iterations; write the file by teraio.CsvWriter")
-    if len(lines) > 1 and len(lines[-1]) < len(_COLUMNS):
+    if lines and not lines[-1].endswith("\n"):
         lines.pop()  # the training was killed
-    return tuple(_parsed(path, number, values) for number, values in enumerate(lines[1:], start=2))
-
-
-def _parsed(path: str | os.PathLike[str], number: int, values: list[str]) -> IterationStats:
-    try:
-        given = dict(zip(_COLUMNS, values, strict=True))
-        fields = {field: read(given[field]) for field, read in _FIELDS.items()}
-        by_key: dict[str, Any] = {
-            field: {key: read(given[column]) for key, column in columns.items() if given[column]}
-            for field, (columns, read) in _BY_KEY.items()
-        }
-        return IterationStats(**fields, **by_key)
-    except ValueError as error:
-        raise FileFormatError(f"{path}: line {number} is no measured iteration: {error}") from error
+    form, found = TypeAdapter(IterationStats), []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(form.validate_json(line))
+        except ValidationError as error:
+            raise FileFormatError(f"{path}: line {number} is no measured iteration: {describe(error)}") from error
+    return tuple(found)

@@ -2,7 +2,7 @@
 
 from planner.schema.json_file import MAX_NUMBER, MAX_TEXT_CHARACTERS, read_format, read_model, write_atomic
 from planner.schema.lengths import Lengths, Polynomial, Sizes, dominates, terms, told
-from planner.schema.models import FrozenModel, printable, short_repr
+from planner.schema.models import FrozenModel, describe, printable, short_repr
 from planner.schema.plan import (
     Budgets,
     Move,

@@ -41,7 +41,7 @@ def script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 
 
 NAMES = """
-    CsvWriter IterationStats Parked Stats Status __version__ capture compile manage_optimizer node_status on_device on_iteration
+    IterationStats Parked Stats Status __version__ capture compile manage_optimizer node_status on_device on_iteration
     park reset stats status step_done under_budget wait_for_plan
 """
 ERRORS = """

@@ -1,8 +1,9 @@
-"""What a real training under a budget tells: teraio's data and files, and what torch.profiler shows of it."""
+"""What a real training under a budget tells: teraio's data and its file, and what torch.profiler shows of it."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import signal
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 import teraio
 from planner import UnsupportedError
 from planner.errors import FileFormatError
-from teraio.watching import CsvWriter, read_csv, waited_for_ranks
+from teraio.watching import read_iterations, waited_for_ranks
 
 from ..training import MIB, Training, mean_square_step, random_rows, weights_of_1_mib
 
@@ -30,10 +31,9 @@ def stepping(training: Training) -> Callable[..., None]:
 
 
 def test_what_is_watched_agrees(tmp_path: Path, quick_links: None) -> None:
-    """With teraio's status and with the file."""
+    """With teraio's status."""
     told: list[teraio.IterationStats] = []
-    writer = teraio.CsvWriter(tmp_path / "run.csv")
-    ends = [teraio.on_iteration(told.append), teraio.on_iteration(writer)]
+    ends = [teraio.on_iteration(told.append), teraio.on_iteration(lambda stats: None)]
     try:
         options = {"memory_budget": 11 * MIB, "storage": tmp_path, "profile_iterations": 9}
         training = weights_of_1_mib(options, count=8, momentum=0.9)
@@ -56,8 +56,6 @@ def test_what_is_watched_agrees(tmp_path: Path, quick_links: None) -> None:
         for end in ends:
             end()
             end()  # not twice
-        writer.close()
-    assert read_csv(tmp_path / "run.csv") == tuple(told)
     with pytest.raises(UnsupportedError, match="compile the model with teraio and train for a step first"):
         teraio.stats(nn.Linear(2, 2))
 
@@ -119,37 +117,34 @@ FIRST = teraio.IterationStats(
 SECOND = dataclasses.replace(FIRST, iteration=1, phase="planned", predicted_seconds=0.1 + 0.2, recompute_seconds=0.25)
 
 
+def line_of(stats: teraio.IterationStats) -> str:
+    return json.dumps(dataclasses.asdict(stats)) + "\n"
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "run.csv"
-    writer = CsvWriter(path)
-    writer(FIRST)
-    assert read_csv(path) == (FIRST,), "each line is there at once"
-    writer(SECOND)
-    writer.close()
-    assert read_csv(path) == (FIRST, SECOND)
+    path = tmp_path / "run.jsonl"
+    path.write_text(line_of(FIRST) + line_of(SECOND))
+    assert read_iterations(path) == (FIRST, SECOND)
     path.write_text(path.read_text()[:-40])
-    assert read_csv(path) == (FIRST,), "the last line was cut short"
+    assert read_iterations(path) == (FIRST,), "the last line was cut short"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("waited_seconds", "idle_seconds", "line 1 has not the columns of measured iterations"),
-        ("0,0,profile", "0,zero,profile", "line 2 is no measured iteration: invalid literal"),
-        ("profile", "asleep", "line 2 is no measured iteration: no such phase"),
-        ("2.5", "2.5,7", "line 2 is no measured iteration"),
+        ("waited_seconds", "idle_seconds", "waited_seconds: Field required"),
+        ('"iteration": 0', '"iteration": "zero"', "iteration: Input should be a valid integer"),
+        ("profile", "asleep", "phase: Input should be 'profile'"),
+        ("{", "[", "file: Invalid JSON"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
-    path = tmp_path / "run.csv"
+    path = tmp_path / "run.jsonl"
     with pytest.raises(FileFormatError, match="cannot be read: No such file"):
-        read_csv(path)
-    writer = CsvWriter(path)
-    writer(FIRST)
-    writer.close()
-    path.write_text(path.read_text().replace(old, new))
-    with pytest.raises(FileFormatError, match=message):
-        read_csv(path)
+        read_iterations(path)
+    path.write_text(line_of(FIRST).replace(old, new, 1))
+    with pytest.raises(FileFormatError, match=f"line 1 is no measured iteration: {message}"):
+        read_iterations(path)
 
 
 LATE_ONE, LATE_TWO = {"a": 1.0, "b": 5.0}, {"a": 4.0, "b": 2.0}

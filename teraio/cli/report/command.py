@@ -33,7 +33,7 @@ _BELOW_FLOOR = 0.8  # where a sweep begins, as a share of the smallest budget th
 def report(
     plan: PlanFile,
     trace: Annotated[Path | None, typer.Option(help="The trace of the plan. Most of the report needs it.")] = None,
-    measured: Annotated[Path | None, typer.Option(help="What a run measured: the file of teraio.CsvWriter.")] = None,
+    measured: Annotated[Path | None, typer.Option(help="What a run measured: its iterations as lines of JSON.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the page (HTML).")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Where to write the timeline for ui.perfetto.dev (JSON).")] = None,
     png: Annotated[Path | None, typer.Option(help="Where to write a picture (PNG). Needs matplotlib.")] = None,

@@ -16,7 +16,7 @@ from teraio.cli.lengths import lengths_of_plan
 from teraio.cli.output import Data, format_bytes
 from teraio.cli.plan_summary import summarise_moves, summarise_plan
 from teraio.cli.trace_summary import block_summaries, idlest_blocks, tiles_of
-from teraio.watching import IterationStats, read_csv
+from teraio.watching import IterationStats, read_iterations
 
 _ROWS = 12  # stalls and idle blocks of which a report has the first ones
 
@@ -80,13 +80,13 @@ def _facts(plan: Plan, trace: Trace) -> Data:
 
 
 def measured_run(path: str | os.PathLike[str]) -> Data:
-    """Return what the latest run in a file of `teraio.CsvWriter` measured, to stand beside what its plan predicts.
+    """Return what the latest run in a file of measured iterations took, to stand beside what its plan predicts.
 
     `planned`, `iterations`: how many followed a plan, and how many there are. The figures are medians over those that did, by
     link where they are about links; None or empty if none did. `predicted_seconds`: by the plan that the last of them followed.
     Raises FileFormatError with the file, the line and what is wrong.
     """
-    found = read_csv(path)
+    found = read_iterations(path)
     if not found:
         raise FileFormatError(f"{path}: no iteration is in it; give the file of a run that has ended some")
     last = max(each.run for each in found)

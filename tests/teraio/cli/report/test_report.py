@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -16,7 +17,7 @@ import planner
 from planner import Budgets, Plan
 from planner.problem import live_bytes
 from planner.simulator import critical_path
-from teraio.watching import CsvWriter, IterationStats, RunPhase
+from teraio.watching import IterationStats, RunPhase
 
 from ....planner.traces import hand
 from ...conftest import RunCommand
@@ -180,24 +181,24 @@ def test_a_plan_alone(chain: Path, report: Report, tmp_path: Path) -> None:
 
 def run_file(folder: Path, *, phase: RunPhase = "planned", predicted: float = 10.0, run: int = 0) -> Path:
     """The file of a run of five iterations; the first two are profiled."""
-    writer = CsvWriter(folder / "run.csv")
-    for number, seconds in enumerate((30.0, 20.0, 11.0, 11.5, 14.0)):
-        writer(
-            IterationStats(
-                run=run,
-                iteration=number,
-                phase="profile" if number < 2 else phase,
-                seconds=seconds,
-                waited_seconds=seconds - 6.0,
-                recompute_seconds=0.0,
-                predicted_seconds=predicted,
-                tier_bytes={"device": 9},
-                moved_bytes={"device->storage": 20, "storage->device": 20},
-                busy_seconds={"device->storage": 2.5, "storage->device": 2.0},
-            )
+    iterations = [
+        IterationStats(
+            run=run,
+            iteration=number,
+            phase="profile" if number < 2 else phase,
+            seconds=seconds,
+            waited_seconds=seconds - 6.0,
+            recompute_seconds=0.0,
+            predicted_seconds=predicted,
+            tier_bytes={"device": 9},
+            moved_bytes={"device->storage": 20, "storage->device": 20},
+            busy_seconds={"device->storage": 2.5, "storage->device": 2.0},
         )
-    writer.close()
-    return folder / "run.csv"
+        for number, seconds in enumerate((30.0, 20.0, 11.0, 11.5, 14.0))
+    ]
+    path = folder / "run.jsonl"
+    path.write_text("".join(f"{json.dumps(dataclasses.asdict(each))}\n" for each in iterations))
+    return path
 
 
 def measured_page(report: Report, plan: Path, **run: Any) -> Page:
@@ -246,7 +247,7 @@ def test_a_picture(chain: Path, report: Report, tmp_path: Path) -> None:
         ([], "found no place to write to"),
         (["-o", "nowhere/a.html"], "there is no directory nowhere"),
         (["--perfetto", "a.json"], "a timeline needs the trace"),
-        (["--measured", "{folder}/empty.csv", "-o", "{folder}/a.html"], "no iteration is in it"),
+        (["--measured", "{folder}/empty.jsonl", "-o", "{folder}/a.html"], "no iteration is in it"),
         (["--trace", str(file_of("wrap")), "-o", "{folder}/a.html", "--points", 0, "--no-compare"], "fingerprint"),
         (["--trace", str(CHAIN_FILE), "--png", "{folder}/a.png"], "--png needs matplotlib"),
         (["--trace", str(CHAIN_FILE), "--png", "{folder}/a.png"], "pip install 'teraio[plot]'"),
@@ -256,6 +257,6 @@ def test_what_cannot_be_reported(
     arguments: list[object], message: str, chain: Path, run: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    CsvWriter(chain.with_name("empty.csv")).close()
+    chain.with_name("empty.jsonl").touch()
     refused = run("report", chain, *(str(argument).format(folder=chain.parent) for argument in arguments))
     assert refused.code != 0 and message in refused.err
