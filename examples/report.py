@@ -93,7 +93,6 @@ def summary_table(first: Run, second: Run) -> Table:
         ("tensors' budget", "device_budget_bytes", mebibytes),
         ("tensors' peak, own account", "device_peak_bytes", mebibytes),
         ("iteration predicted, seconds", "predicted_iteration_seconds", "{:.2f}".format),
-        ("iteration measured, seconds", "measured_iteration_seconds", "{:.2f}".format),
     )
     for label, key, form in rows:
         values = (status.get(key) for status in statuses)
