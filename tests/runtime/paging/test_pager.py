@@ -10,7 +10,7 @@ import torch
 
 from planner.errors import BudgetError, StorageError, StorageFullError, StorageIOError
 from runtime.device import CpuDevice
-from runtime.paging import Pager, State
+from runtime.paging import Block, Pager, State
 
 from ..memory_mover import UNIT, Bench, QueueingMover, evicted, io_error
 
@@ -154,9 +154,18 @@ def test_a_read_while_the_copy_out_is_under_way_does_not_wait_for_it() -> None:
     assert bench.pager.account.evictions == 2, "also where nothing is copied"
 
 
-@pytest.mark.parametrize("then", ["read", "written", "dropped"])
-def test_a_copy_out_that_the_device_makes_by_itself(then: str) -> None:
-    """[Note: Queued offloads]: until its memory is taken, a stage has the block as it is, and it can be dropped."""
+@pytest.mark.parametrize(
+    ("then", "state", "valid"),
+    [
+        ("nobody needs it", State.OFFLOADED, True),
+        ("a stage reads it", State.ON_DEVICE, True),
+        ("a stage writes it", State.ON_DEVICE, False),
+        ("it is asked for", State.ON_DEVICE, True),
+        ("it is dropped", State.DROPPED, False),
+    ],
+)
+def test_a_copy_out_that_the_device_makes_by_itself(then: str, state: State, valid: bool) -> None:
+    """[Note: Queued offloads]: when it has ended, its memory is taken, unless the block was needed or written meanwhile."""
     mover = QueueingMover()
     mover.device_copies = True
     bench = Bench(None, mover=mover)
@@ -164,15 +173,37 @@ def test_a_copy_out_that_the_device_makes_by_itself(then: str) -> None:
     block.source = "a stage"
     bench.pager.offload(block)
     assert block.state is State.OFFLOADING and bench.pager.account.offloading_bytes == block.size_bytes
-    if then == "dropped":
+    if then == "it is dropped":
         bench.pager.drop(block)
-        assert block.state is State.DROPPED and not mover.slots
-    else:
+    elif then == "it is asked for":
+        bench.pager.prefetch(block)
+    elif then != "nobody needs it":
         bench.pager.acquire([block], 0, "stage")
-        assert block.state is State.ON_DEVICE
-        bench.pager.retire([block], [block] if then == "written" else [])
-        assert block.copy_is_valid == (then == "read")
+        bench.pager.retire([block], [block] if "writes" in then else [])
+    mover.device_copies = False
+    bench.pager.forget_dead()
+    assert (block.state, block.copy_is_valid) == (state, valid)
     assert bench.pager.account.offloading_bytes == 0 and not bench.pager.account.queued_offloads
+
+
+def test_what_user_code_may_have_written_after_a_region_that_ended_with_an_error_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Block) -> None:
+        raise StorageError("gone")
+
+    mover = QueueingMover()
+    mover.device_copies = True
+    bench = Bench(None, mover=mover)
+    blocks = [bench.make(name, 2, visible=True, fill=3) for name in ("first", "second")]
+    for block in blocks:
+        bench.pager.offload(block)
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="gone"):
+        patch.setattr(mover, "release", refuse)
+        bench.pager.leave_region()
+    bench.tensors["second"].fill_(4)
+    mover.device_copies = False
+    bench.pager.enter_region()
+    assert [(block.state, block.copy_is_valid) for block in blocks] == [(State.ON_DEVICE, False)] * 2
+    assert (bench.value("first"), bench.value("second")) == (3, 4)
 
 
 def test_prefetches_wait_for_room_in_order() -> None:
