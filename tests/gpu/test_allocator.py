@@ -14,7 +14,7 @@ from runtime.device import COMPUTE
 from teraio.machine import open_machine
 from teraio.options import Options
 
-from .training import GPU_SCALE, Case, Perceptron, check_equal, train
+from .training import GPU_SCALE, Case, Perceptron, check_equal, train, unlimited
 
 DEVICE = torch.device("cuda", 0)
 CASE = Case(name="perceptron", model=Perceptron)
@@ -23,7 +23,7 @@ CASE = Case(name="perceptron", model=Perceptron)
 @pytest.mark.parametrize("tiny", [16 << 20, 112 << 20])
 def test_the_smallest_budget_that_an_error_names_trains_with_the_same_bits(tiny: int) -> None:
     """Small budgets are where memory in pieces hurts most: blocks of 8 MiB in pages of 20."""
-    wanted = train(CASE, {}, device=DEVICE)
+    wanted = unlimited(CASE)
     budget = tiny
     for _ in range(3):  # the optimizer's update and what operators take are known later only
         torch.cuda.empty_cache()

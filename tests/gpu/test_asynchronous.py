@@ -20,22 +20,17 @@ from runtime.storage import HostStore
 from runtime.system import CudaPinner
 
 from ..training import pagers
-from .training import GPU_SCALE, MIB, STEPS, Case, Perceptron, Run, train
+from .training import GPU_SCALE, MIB, STEPS, Case, Perceptron, Run, train, unlimited
 
 DEVICE = torch.device("cuda", 0)
 CASE = Case(name="perceptron", model=Perceptron)
 
 
-_peaks: list[int] = []
-"""The peak of the model's memory, measured once."""
-
-
 @pytest.fixture
 def budgets() -> dict[str, int]:
     """Options for the host tier alone: a third of the model's memory must leave the device."""
-    if not _peaks:
-        _peaks.append(train(CASE, {}, device=DEVICE).peak_bytes)
-    return {"memory_budget": int(0.67 * _peaks[0]), "host_budget": 2 * _peaks[0]}
+    peak = unlimited(CASE).peak_bytes
+    return {"memory_budget": int(0.67 * peak), "host_budget": 2 * peak}
 
 
 class SyncChecked:

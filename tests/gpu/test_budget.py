@@ -14,15 +14,10 @@ import teraio
 from runtime.paging import Block, State
 
 from ..training import compiled, pagers
-from .training import GPU_SCALE, STEPS, Case, Perceptron, Run, Scale, Transformer, check_equal, train
+from .training import GPU_SCALE, STEPS, Case, Perceptron, Scale, Transformer, check_equal, train, unlimited
 
 DEVICE = torch.device("cuda")
 CASE = Case(name="perceptron", model=Perceptron)
-
-
-def peak_of(case: Case) -> tuple[int, Run]:
-    run = train(case, {}, device=DEVICE)
-    return run.peak_bytes, run
 
 
 def test_a_budget_that_no_schedule_can_satisfy_is_refused() -> None:
@@ -41,7 +36,8 @@ def test_what_is_measured_at_the_start_keeps_the_budget() -> None:
 
 def test_the_users_own_memory_counts() -> None:
     """A tensor that the user makes during training counts within the budget: more blocks must leave."""
-    peak, wanted = peak_of(CASE)
+    wanted = unlimited(CASE)
+    peak = wanted.peak_bytes
     held: list[torch.Tensor] = []
 
     def between(step: int, module: nn.Module) -> None:
@@ -69,7 +65,8 @@ def away(tensor: torch.Tensor, tier: str) -> Iterator[Block]:
     yield block
 
 
-def test_what_waits_on_a_drive_cannot_be_used_and_says_how_it_can(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["host", "storage"])
+def test_what_waits_in_host_memory_can_be_used_and_on_a_drive_it_says_how_it_can(tmp_path: Path, tier: str) -> None:
     looked = []
 
     def between(step: int, module: nn.Module) -> None:
@@ -78,39 +75,25 @@ def test_what_waits_on_a_drive_cannot_be_used_and_says_how_it_can(tmp_path: Path
         weight = module.layers[0].up.weight
         with teraio.on_device([weight]):
             before = weight.detach().cpu()
-        with away(weight, "storage"):
-            with pytest.raises(RuntimeError, match=r"up\.weight .* is not in memory: teraio has moved it to storage.*on_device"):
-                weight.detach().sum()
-            with teraio.on_device([weight]):
-                assert torch.equal(weight.detach().cpu(), before)
-                weight.detach().mul_(1)
+        with away(weight, tier) as block:
+            if tier == "host":
+                assert torch.equal(weight.detach().cpu(), before), "through its copy in host memory"
+                weight.detach().neg_().neg_()
+                assert block.state is State.OFFLOADED
+            else:
+                with pytest.raises(
+                    RuntimeError, match=r"up\.weight .* is not in memory: teraio has moved it to storage.*on_device"
+                ):
+                    weight.detach().sum()
+                with teraio.on_device([weight]):
+                    assert torch.equal(weight.detach().cpu(), before)
+                    weight.detach().mul_(1)
         looked.append(before)
 
-    peak, wanted = peak_of(CASE)
-    options = {"memory_budget": int(0.75 * peak), "storage": tmp_path}
-    found = train(CASE, options, device=DEVICE, between=between)
-    assert looked
-    check_equal(found, wanted)
-
-
-def test_what_waits_in_host_memory_can_be_used_as_it_is() -> None:
-    looked = []
-
-    def between(step: int, module: nn.Module) -> None:
-        if step != STEPS - 2:
-            return
-        weight = module.layers[0].up.weight
-        with teraio.on_device([weight]):
-            before = weight.detach().cpu()
-        with away(weight, "host") as block:
-            assert torch.equal(weight.detach().cpu(), before), "through its copy in host memory"
-            weight.detach().neg_().neg_()
-            assert block.state is State.OFFLOADED
-        looked.append(before)
-
-    peak, wanted = peak_of(CASE)
-    options = {"memory_budget": int(0.75 * peak), "host_budget": 2 * peak}
-    found = train(CASE, options, device=DEVICE, between=between)
+    wanted = unlimited(CASE)
+    peak = wanted.peak_bytes
+    tiers = {"host_budget": 2 * peak} if tier == "host" else {"storage": tmp_path}
+    found = train(CASE, {"memory_budget": int(0.75 * peak), **tiers}, device=DEVICE, between=between)
     assert looked
     check_equal(found, wanted)
 

@@ -15,7 +15,6 @@ from .training import (
     Case,
     Odd,
     Perceptron,
-    Run,
     Scale,
     Table,
     Transformer,
@@ -28,6 +27,7 @@ from .training import (
     table_states_stay_away,
     train,
     two_optimizers,
+    unlimited,
 )
 
 DEVICE = torch.device("cuda")
@@ -44,17 +44,6 @@ ACCUMULATED = Case(name="accumulated and clipped", model=Perceptron, accumulate=
 ODD = Case(name="odd weights, two optimizers, evaluated", model=Odd, optimizers=two_optimizers, evaluate=True)
 INDUCTOR = Case(name="inductor", model=Transformer, codegen="inductor")
 INDUCTOR_BF16 = Case(name="inductor bf16", model=Perceptron, codegen="inductor", dtype=torch.bfloat16, clip=True)
-
-_references: dict[str, Run] = {}
-
-
-def reference(case: Case) -> Run:
-    """Train the case without a budget. The run also gives the peak of its memory."""
-    if case.name not in _references:
-        run = train(case, {}, device=DEVICE)
-        assert run.progress[-1].phase == "fits" and not any(run.progress[-1].moved_bytes.values())
-        _references[case.name] = run
-    return _references[case.name]
 
 
 def tiers(name: str, peak_bytes: int, folder: Path) -> dict[str, Any]:
@@ -84,7 +73,7 @@ def tiers(name: str, peak_bytes: int, folder: Path) -> dict[str, Any]:
     ],
 )
 def test_the_same_bits_within_the_budget(tmp_path: Path, case: Case, tier: str, share: float) -> None:
-    wanted = reference(case)
+    wanted = unlimited(case)
     peak = wanted.peak_bytes
     assert wanted.progress[-1].device_peak_bytes <= 1.1 * peak  # the first iterations need more
     budget = int(share * peak)
@@ -140,6 +129,6 @@ def test_updates_inside_the_backward_pass(tmp_path: Path, codegen: str, tier: st
 
 def test_the_allocator_does_not_give_its_cache_back_all_the_time() -> None:
     """Each time waits for the whole stream. The bytes of the budget that plans leave free should prevent it."""
-    peak = reference(TRANSFORMER).peak_bytes
+    peak = unlimited(TRANSFORMER).peak_bytes
     found = train(TRANSFORMER, {"memory_budget": int(0.5 * peak), "host_budget": 2 * peak}, device=DEVICE)
     assert found.retries is not None and found.retries <= 3, "at most one in each of the last steps"

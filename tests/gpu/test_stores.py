@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,12 @@ from runtime.cuda.storage_paths import CudaCopier, PinnedBuffer
 from runtime.storage import ALIGNMENT_BYTES, HostStore, KvikioStore, StagedStore, Store, load_kvikio
 from runtime.system import PIN_CHUNK_BYTES, CudaPinner
 
-from ..runtime.memory import write_slot
+from ..runtime.memory import Memory, write_slot
 from ..runtime.storage import contract
 
 MIB = 1 << 20
 CUDA = torch.device("cuda", 0)
-Folders = list[Path]
+Folders = Sequence[Path]
 
 
 class GpuBytes:
@@ -42,38 +42,20 @@ class GpuBytes:
         return self.tensor.cpu().numpy().tobytes()
 
 
-class HostBytes:
-    """Ordinary host memory."""
-
-    def __init__(self, size_bytes: int, random: bool) -> None:
-        self.tensor = torch.zeros(size_bytes, dtype=torch.uint8)
-        if random:
-            self.tensor.random_(0, 256)
-        self.address = self.tensor.data_ptr()
-
-    @property
-    def content(self) -> bytes:
-        return self.tensor.numpy().tobytes()
-
-
-def kvikio_store(folders: Folders, size_bytes: int) -> Store:
-    return KvikioStore(folders, budget_bytes=size_bytes)
-
-
-def staged_store(buffer_bytes: int) -> Callable[[Folders, int], Store]:
-    return lambda folders, size: StagedStore(folders, CudaCopier(CUDA), budget_bytes=size, buffer_bytes=buffer_bytes)
-
-
 def pinned_store(folders: Folders, size_bytes: int) -> Store:
     store = HostStore(size_bytes, pinner=CudaPinner(CUDA))
     assert store.pinned
     return store
 
 
+def staged_store(buffer_bytes: int) -> Callable[[Folders, int], Store]:
+    return lambda folders, size: StagedStore(folders, CudaCopier(CUDA), budget_bytes=size, buffer_bytes=buffer_bytes)
+
+
 MAKERS: dict[str, Callable[[Folders, int], Store]] = {
     "staged": staged_store(4 << 20),
     "staged, small buffers": staged_store(300_000),
-    "kvikio": kvikio_store,
+    "kvikio": lambda folders, size: KvikioStore(folders, budget_bytes=size),
     "host, pinned": pinned_store,
 }
 
@@ -83,26 +65,16 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[object]:
     if request.param == "kvikio":
         need_kvikio()
     host = request.param == "host, pinned"
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-    stores: list[Store] = []
-
-    def make(size_bytes: int) -> Store:
-        stores.append(MAKERS[request.param](folders, size_bytes))
-        return stores[-1]
-
-    yield contract.StoreCase(
-        make=make,
-        memory=HostBytes if host else GpuBytes,
+    with contract.opened(
+        MAKERS[request.param],
+        [tmp_path / "a", tmp_path / "b"],
+        memory=(lambda size, random: Memory(size, random=random)) if host else GpuBytes,
         option="host_budget" if host else "storage_budget",
         stripes=1 if host else 2,
         mappable=request.param != "kvikio",
         whole=host,
-    )
-    for store in stores:
-        store.close()
-    assert all(not list(folder.iterdir()) for folder in folders)
+    ) as case:
+        yield case
 
 
 def need_kvikio() -> None:
@@ -135,7 +107,7 @@ def test_copies_do_not_wait_for_the_default_stream() -> None:
 
 
 def test_an_address_that_is_no_device_memory_is_refused() -> None:
-    buffer, host = PinnedBuffer(4096), HostBytes(4096, False)
+    buffer, host = PinnedBuffer(4096), Memory(4096)
     with pytest.raises((StorageError, RuntimeError)):
         CudaCopier(CUDA).to_host(buffer.address, host.address, 4096)
 

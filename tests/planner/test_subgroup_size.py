@@ -59,19 +59,6 @@ def test_the_time_of_a_step_is_that_of_a_flow_shop(parts: int, times: tuple[floa
     assert step_seconds(line, total_bytes=100 * parts, size_bytes=100) == pytest.approx(by_hand(parts, *times))
 
 
-def test_a_known_optimum() -> None:
-    """All stations take 1 s for 100 bytes, and the update 1 s more for each subgroup."""
-    line = [
-        Station(fixed_seconds=0.0, bytes_per_second=100.0),
-        Station(fixed_seconds=1.0, bytes_per_second=100.0),
-        Station(fixed_seconds=0.0, bytes_per_second=100.0),
-    ]
-    assert subgroup_bytes(line, total_bytes=5000, smallest_bytes=1, largest_bytes=10**6) == 500, "√(5000 · 1 / (2 / 100))"
-    assert step_seconds(line, total_bytes=5000, size_bytes=500) == 10 * 6 + 2 * 5
-    assert subgroup_bytes(line, total_bytes=5000, smallest_bytes=1, largest_bytes=300) == 300
-    assert subgroup_bytes(line, total_bytes=5000, smallest_bytes=700, largest_bytes=10**6) == 700
-
-
 def test_where_nothing_costs_or_nothing_is_known() -> None:
     free = [Station(fixed_seconds=0.0, bytes_per_second=GB)] * 3
     assert subgroup_bytes(free, total_bytes=GB, smallest_bytes=MB, largest_bytes=GB) == MB, "nothing speaks against small parts"

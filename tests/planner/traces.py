@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from planner import Budgets, Plan, Trace
+import pytest
+
+from planner import Budgets, Plan, Timeline, Trace, simulate
 
 HAND = Path(__file__).parents[2] / "traces" / "hand"
 OUT, IN = "device->storage", "storage->device"
@@ -260,3 +262,16 @@ def by_hand(
     waiting = [{"block": number, "tier": tier} for number, tier in (away or {}).items()]
     content = {"trace_fingerprint": traced.fingerprint, "policy": "by hand", "budgets": budgets, "initial": waiting}
     return Plan.model_validate({**content, "moves": list(moves), **fields})
+
+
+def replay(made: Trace, found: Plan) -> Timeline:
+    """Replay a plan: the time must be the predicted one, within the plan's own budgets and above its lower bound."""
+    timeline = simulate(made, found)
+    assert found.predicted is not None
+    assert timeline.iteration_seconds == pytest.approx(found.predicted.iteration_seconds, rel=1e-9)
+    assert timeline.iteration_seconds >= found.predicted.lower_bound_seconds * (1 - 1e-9)
+    for tier, most in (("device", "device_bytes"), ("host", "host_bytes"), ("storage", "storage_bytes")):
+        limit = getattr(found.budgets, most)
+        assert limit is None or timeline.peak_bytes[tier] <= limit
+    assert {update.subgroup for update in timeline.updates} == {u.subgroup for u in found.updates if u.where == "host"}
+    return timeline

@@ -15,12 +15,17 @@ from .processes import Forking
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[PosixStore]:
+def folders(tmp_path: Path) -> list[Path]:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    return folders
+
+
+@pytest.fixture
+def store(folders: list[Path]) -> Iterator[PosixStore]:
     """An empty store over two directories, so that each slot has two extents."""
-    parents = [tmp_path / name for name in "ab"]
-    for parent in parents:
-        parent.mkdir()
-    store = PosixStore(parents, budget_bytes=None)
+    store = PosixStore(folders, budget_bytes=None)
     yield store
     store.close()
 

@@ -83,38 +83,6 @@ def test_floor(name: str, smallest: int, stage: int) -> None:
     assert plan(trace, Budgets(device_bytes=smallest)).predicted is not None
 
 
-def test_a_block_that_waits_over_the_border_is_in_initial() -> None:
-    trace = hand("wrap")
-    made = plan(trace, Budgets(device_bytes=20))
-    (move,) = made.moves
-    assert (move.after, move.before) == (2, 6)
-    assert move.offload is not None
-    assert (move.offload.start, move.offload.free_after) == (2, 3)
-    assert move.prefetch is not None
-    assert move.prefetch.start == 5
-    assert [(placement.block, placement.tier) for placement in made.initial] == [(0, "storage")]
-
-
-def test_the_update_runs_on_the_host_where_that_is_faster() -> None:
-    trace = hand("host_update")
-    made = plan(trace, Budgets(device_bytes=40))
-    assert [(update.subgroup, update.where) for update in made.updates] == [(0, "host")]
-    gradient, weight = sorted(made.moves, key=lambda move: -move.block)
-    assert (gradient.after, gradient.before, gradient.prefetch) == (1, 2, None)
-    assert (weight.after, weight.before, weight.offload) == (1, 3, None)
-    timeline = simulate(trace, made)
-    (update,) = timeline.updates
-    assert (update.start_seconds, update.end_seconds) == pytest.approx((1.0, 2.0))
-    assert timeline.peak_bytes == {"device": 40, "host": 40, "storage": 0}
-    assert timeline.iteration_seconds < min(
-        simulate(trace, plan(trace, Budgets(device_bytes=40), policy=policy, lower_bound=False)).iteration_seconds
-        for policy in ("teraio", "g10", "zero-infinity", "belady")
-    )
-    with_little = plan(trace, Budgets(device_bytes=40, host_bytes=39))
-    assert with_little.updates == ()
-    assert simulate(trace, with_little).iteration_seconds == pytest.approx(6.0)
-
-
 @pytest.mark.parametrize("policy", ["ilp", "belady"])
 def test_a_plan_without_its_lower_bound_is_the_same_plan(policy: str) -> None:
     trace = hand("chain")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from planner import Trace, plan, simulate
+from planner import Trace, plan
 from planner.policies import HEURISTICS, POLICIES
 from planner.problem import out_of_time, seconds_left, time_limit
 from tests.planner.problem.test_repeats import budgets
-from tests.planner.traces import microbatches, transformer_trace
+from tests.planner.traces import microbatches, replay, transformer_trace
 
 
 @pytest.mark.parametrize("traced", [microbatches(4), transformer_trace(layers=4, states=True)], ids=lambda each: each.name)
@@ -16,9 +16,8 @@ from tests.planner.traces import microbatches, transformer_trace
 def test_without_time_there_is_a_plan(policy: str, traced: Trace) -> None:
     given = budgets(traced, 0.2)
     made = plan(traced, given, policy=policy, time_limit_seconds=1e-9)
-    assert made.solver.status == "time limit" and made.predicted is not None
-    assert simulate(traced, made).iteration_seconds == pytest.approx(made.predicted.iteration_seconds)
-    assert 0 < made.predicted.lower_bound_seconds <= made.predicted.iteration_seconds * (1 + 1e-9)
+    assert made.solver.status == "time limit" and made.predicted is not None and made.predicted.lower_bound_seconds > 0
+    replay(traced, made)
 
 
 def test_with_time_nothing_is_cut_off() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gzip
 import io
 import json
+import operator
 import os
 import random
 import re
@@ -25,7 +27,6 @@ from teraio import cli
 
 from ...thoroughness import by_profile
 from ..traces import HAND
-from .damage import damaged
 
 ROOT = HAND.parents[1]
 Model = type[Trace] | type[Plan]
@@ -66,14 +67,49 @@ def places(content: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
         yield from places(value, (*place, key))
 
 
+def holder_of(content: Any, place: tuple[Any, ...]) -> Any:
+    """Return the object or list that has the field or entry at `place`."""
+    return functools.reduce(operator.getitem, place[:-1], content)
+
+
 def replaced(content: Any, place: tuple[Any, ...], token: str) -> str:
     """Return the file's text with the value at `place` replaced by `token`, which need not be JSON."""
     changed = copy.deepcopy(content)
-    target = changed
-    for key in place[:-1]:
-        target = target[key]
-    target[place[-1]] = "@here@"
+    holder_of(changed, place)[place[-1]] = "@here@"
     return json.dumps(changed).replace('"@here@"', token)
+
+
+def damaged(content: Any, chance: random.Random) -> bytes:
+    """Return a file with one to four faults. One in six is damaged in its bytes, one in twelve is a compressed file."""
+    content = copy.deepcopy(content)
+    for _ in range(chance.choice((1, 1, 1, 1, 2, 4))):
+        known = [(holder_of(content, place), place[-1]) for place in places(content)]
+        holder, key = chance.choice(known)
+        fault = chance.choice(("nudge", "nudge", "nudge", "remove", "repeat", "swap"))
+        if fault == "nudge":  # the file often stays a valid one, with a trace or plan that nobody would make
+            holder, key = chance.choice([each for each in known if type(each[0][each[1]]) in (int, float)])
+            value = holder[key]
+            holder[key] = chance.choice((value + 1, value - 1, value * 2, value * 1000, value / 2, -value))
+        elif fault == "remove":
+            del holder[key]
+        elif fault == "repeat":
+            entries = chance.choice([each for each, _ in known if isinstance(each, list)])
+            entries[chance.randint(0, len(entries)) : 0] = [chance.choice(entries)] * chance.choice((1, 1, 2, 2000))
+        else:
+            other, other_key = chance.choice(known)
+            holder[key], other[other_key] = copy.deepcopy(other[other_key]), copy.deepcopy(holder[key])
+    raw = json.dumps(content).encode()
+    compressed, in_bytes = chance.random() < 1 / 12, chance.random() < 1 / 6
+    raw = gzip.compress(raw, 1) if compressed else raw
+    return with_other_bytes(raw, chance) if in_bytes else raw
+
+
+def with_other_bytes(raw: bytes, chance: random.Random) -> bytes:
+    changed = bytearray(raw)
+    for _ in range(chance.randint(1, 3)):
+        at = chance.randrange(len(changed) + 1)
+        changed[at : at + chance.choice((0, 1, 20))] = chance.randbytes(chance.choice((0, 1, 4)))
+    return bytes(changed[: chance.randrange(len(changed) + 1)] if chance.random() < 0.2 else changed)
 
 
 def one_line(path: Path, error: TeraioError) -> None:

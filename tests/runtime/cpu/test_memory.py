@@ -84,20 +84,6 @@ def test_pages_leave_and_come_back(memory: CpuMemory, store: PosixStore, keep_pa
     assert torch.equal(tensor, expected), "a block that is back does not depend on its slot"
 
 
-@KEEP
-def test_writes_to_the_stand_in_come_back(memory: CpuMemory, store: PosixStore, keep_pages: bool) -> None:
-    tensor = torch.zeros(2 * MIB, dtype=torch.uint8)
-    row = tensor.view(2, MIB)[1]
-    span = movable(memory, tensor)
-    slot = leave(memory, store, span, keep_pages=keep_pages)
-    tensor[:4096].fill_(1)
-    row.fill_(2)
-    memory.forget_cached(span)
-    assert int(row.sum()) == 2 * MIB
-    come_back(memory, store, span, slot)
-    assert only_value(tensor[:4096]) == 1 and only_value(tensor[4096:MIB]) == 0 and only_value(row) == 2
-
-
 def test_forgetting_cached_pages_makes_them_leave_the_resident_set(memory: CpuMemory, store: PosixStore) -> None:
     tensor = torch.ones(8 * MIB, dtype=torch.uint8)
     span = movable(memory, tensor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.errors import ChecksumError, StorageError, StorageIOError
+from planner.errors import ChecksumError, StorageError
 from runtime.paging import State
 
-from ...thoroughness import by_profile
+from ...thoroughness import every_other
 from ..cpu_machine import MIB, SECONDS, CpuMachine, Drive, slot_of, within
-from ..memory import break_io, flip_a_bit
-
-STEPS = by_profile(ci=60, long=600)
+from ..memory import flip_a_bit
 
 
 @pytest.fixture
@@ -58,19 +55,6 @@ def test_a_copy_that_can_not_begin_keeps_nothing(rig: CpuMachine) -> None:
     assert block.dead and not rig.plain._arrived
 
 
-def test_a_failed_write_under_the_pager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = CpuMachine(tmp_path, budget_bytes=6 * MIB)
-    tensor, block = rig.make(4 * MIB, 7)
-    break_io(monkeypatch, "pwritev")
-    with pytest.raises(StorageIOError):
-        within(SECONDS, lambda: rig.pager.acquire([], 4 * MIB, "next"))
-    monkeypatch.undo()
-    assert block.state is State.ON_DEVICE and tensor.unique().tolist() == [7]
-    within(SECONDS, lambda: rig.pager.acquire([], 4 * MIB, "next"))
-    assert block.state is State.OFFLOADED and tensor.unique().tolist() == [7]
-    rig.close()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
 def test_every_type_and_layout_comes_back_as_it_was(rig: CpuMachine, dtype: torch.dtype) -> None:
     content = torch.randint(0, 2 if dtype is torch.bool else 255, (2 * MIB + 24,), dtype=torch.uint8)
@@ -95,8 +79,15 @@ def checked(tmp_path: Path) -> Iterator[CpuMachine]:
     rig.close()
 
 
-@pytest.mark.parametrize("checks", ["checksums", "debug"])
-@pytest.mark.parametrize("moment", ["before user code writes", "after user code has written"])
+@pytest.mark.parametrize(
+    ("checks", "moment"),
+    every_other(
+        ("checksums", "before user code writes"),
+        ("checksums", "after user code has written"),
+        ("debug", "after user code has written"),
+        ("debug", "before user code writes"),
+    ),
+)
 @pytest.mark.parametrize("place", [MIB, MIB + 99, 3 * MIB], ids=["written byte", "written page", "other page"])
 def test_damage_is_told_from_what_user_code_writes(checks: str, moment: str, place: int, tmp_path: Path) -> None:
     rig = CpuMachine(tmp_path, **{checks: True})  # type: ignore[arg-type]
@@ -228,40 +219,3 @@ def test_a_storage_gets_other_memory_while_it_is_away(rig: CpuMachine, change: s
     assert all(other.unique().tolist() == [5] for other in others)
     if change != "resized":
         assert tensor.unique().tolist() == [3 if change == "shared" else 4]
-
-
-# -- under the pager, with real threads
-
-
-@pytest.mark.parametrize("debug", [False, True], ids=["plain", "debug"])
-def test_stages_in_random_order_under_a_budget(tmp_path: Path, debug: bool) -> None:
-    rig = CpuMachine(tmp_path, budget_bytes=12 * MIB, debug=debug)
-    draw = random.Random(0)
-    tensors, blocks, values = [], [], []
-    for number in range(8):
-        tensor, block = rig.make(draw.randint(MIB, 3 * MIB), number, f"w{number}")
-        tensors.append(tensor), blocks.append(block), values.append(number)
-
-    def stages() -> None:
-        for step in range(STEPS):
-            chosen = draw.sample(range(8), draw.randint(1, 3))
-            hints = [blocks[i] for i in draw.sample(range(8), 2)]
-            rig.pager.acquire([blocks[i] for i in chosen], MIB, "stage", then_fetch=hints)
-            assert all(tensors[i][-1] == tensors[i][0] == values[i] for i in chosen)
-            written = draw.sample(chosen, draw.randint(0, len(chosen)))
-            for i in written:
-                values[i] = step % 251
-                tensors[i].fill_(values[i])
-            rig.pager.retire([blocks[i] for i in chosen], [blocks[i] for i in written])
-            rig.pager.offload(blocks[draw.randrange(8)])
-
-    within(SECONDS, stages)
-    assert rig.pager.account.peak_bytes <= 12 * MIB
-    assert min(rig.engine.write_link.moved_bytes, rig.engine.read_link.moved_bytes) > STEPS // 10 * MIB
-    within(SECONDS, rig.pager.closing.bring_back)
-    assert [tensor.unique().tolist() for tensor in tensors] == [[value] for value in values]
-    tensors.clear()
-    del tensor
-    rig.pager.forget_dead()
-    assert rig.pager.account.used_bytes == 0 and rig.store.used_bytes == 0
-    rig.close()

@@ -10,6 +10,8 @@ import pytest
 
 from runtime.cuda.compaction import Chunk, Layout, cheapest_way, gather, history_of, serve
 
+from ...thoroughness import by_profile
+
 UNIT = 512
 GAP = 1000 * UNIT
 
@@ -176,7 +178,7 @@ def test_as_few_bytes_move_as_there_need_to() -> None:
     assert [text for address, text in small.content.items() if text != f"0 {address}"] == [f"0 {GAP + 26 * UNIT}"]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(by_profile(ci=10, long=40)))
 def test_random_pools(seed: int) -> None:
     """Whatever lies where: no content is lost, nothing that may not move has moved, and the pool never had to look for memory."""
     draw = random.Random(seed)

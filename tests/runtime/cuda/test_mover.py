@@ -61,24 +61,19 @@ def run(
 
 
 @MODES
-@pytest.mark.parametrize("tiers", TIERS, ids="+".join)
-@pytest.mark.parametrize("seed", range(SEEDS))
-def test_any_sequence_with_a_device_that_is_parked_between_regions(seed: int, tiers: Sequence[str], debug: bool) -> None:
-    run(seed, tiers, lambda machine: setattr(machine, "parks", True), debug=debug)
-
-
-@MODES
 @pytest.mark.parametrize("lends", [False, True], ids=["whole", "slices"])
 @pytest.mark.parametrize("tiers", TIERS, ids="+".join)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_any_sequence_in_any_order(
     seed: int, tiers: Sequence[str], lends: bool, debug: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In every other one, the device is parked between some regions."""
     updates = []
     update = SimulatedMachine.update
     monkeypatch.setattr(SimulatedMachine, "update", lambda machine: (updates.append(1), update(machine)))
-    machine = run(seed, tiers, lends=lends, debug=debug)
-    assert machine.pager.account.evictions > (len(updates) if lends else 20) and len(updates) >= 5 * lends
+    machine = run(seed, tiers, lambda machine: setattr(machine, "parks", seed % 2 == 1), lends=lends, debug=debug)
+    assert machine.parks or machine.pager.account.evictions > (len(updates) if lends else 20)
+    assert len(updates) >= 5 * lends
     slots = {block.slot for block in machine.tensors if block.slot is not None}
     machine.tensors.clear()
     machine.device.synchronise()

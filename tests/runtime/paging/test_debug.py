@@ -66,10 +66,7 @@ def test_what_does_not_arrive_is_poison_and_found_again_and_again(rig: CpuMachin
     assert tensor[2 * MIB :].unique().tolist() == [POISON]
 
 
-def test_the_error_says_where_the_damage_is(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in "ab"]
-    for folder in folders:
-        folder.mkdir()
+def test_the_error_says_where_the_damage_is(folders: list[Path]) -> None:
     rig = CpuMachine(*folders, debug=True)
     _tensor, block = rig.make(4 * MIB, 7, "layers.3.out")
     rig.leave(block)

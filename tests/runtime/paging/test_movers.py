@@ -15,6 +15,7 @@ from runtime.device import COMPUTE, USER
 from runtime.paging import Block, Pager, State
 from runtime.storage import ALIGNMENT_BYTES
 
+from ...thoroughness import every_other
 from ..cpu_machine import MIB, CpuMachine, Drive, slot_of
 from ..memory import break_io, flip_a_bit
 from ..simulated_machine import SimulatedMachine
@@ -265,8 +266,15 @@ def test_a_write_that_overtakes_the_copy_out_is_kept(case: Case) -> None:
     case.read(block)
 
 
-@pytest.mark.parametrize("seen", ["before it left", "while it was away"])
-@pytest.mark.parametrize("back", ["by the next region", "all at once"])
+@pytest.mark.parametrize(
+    ("back", "seen"),
+    every_other(
+        ("by the next region", "before it left"),
+        ("by the next region", "while it was away"),
+        ("all at once", "while it was away"),
+        ("all at once", "before it left"),
+    ),
+)
 def test_what_user_code_writes_while_a_block_is_away_comes_back_and_is_no_damage(case: Case, back: str, seen: str) -> None:
     block = case.make()
     block.user_visible = seen == "before it left"
@@ -299,8 +307,9 @@ def test_what_is_recomputed_is_as_it_was_dropped(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if "debug" in name or "checksums" in name], indirect=True)
-@pytest.mark.parametrize("visible", [False, True])
-@pytest.mark.parametrize("copies", ["new", "used before"])
+@pytest.mark.parametrize(
+    ("copies", "visible"), every_other(("new", False), ("new", True), ("used before", True), ("used before", False))
+)
 def test_damage_is_found_again_and_again(case: Case, copies: str, visible: bool) -> None:
     block = case.make()
     block.user_visible = visible

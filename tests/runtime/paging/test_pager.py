@@ -10,9 +10,9 @@ import torch
 
 from planner.errors import BudgetError, StorageError, StorageFullError, StorageIOError
 from runtime.device import CpuDevice
-from runtime.paging import Pager, State
+from runtime.paging import Block, Pager, State
 
-from ..memory_mover import UNIT, Bench, evicted, io_error
+from ..memory_mover import UNIT, Bench, QueueingMover, evicted, io_error
 
 
 class Counting(CpuDevice):
@@ -49,14 +49,6 @@ def test_the_block_that_is_used_last_or_nobody_knows_when_leaves_and_no_other(us
         block.next_use = use
     bench.make("new", 2)
     assert [number for number, block in enumerate(blocks) if block.state is State.OFFLOADED] == [leaves]
-
-
-def test_what_the_stage_reads_stays() -> None:
-    bench = Bench(4 * UNIT)
-    other, read = bench.make("other", 2), bench.make("read", 2)
-    other.next_use, read.next_use = 1, 100
-    bench.run(read, new_bytes=2 * UNIT)
-    assert (read.state, other.state) == (State.ON_DEVICE, State.OFFLOADED) and "out read" not in bench.mover.log
 
 
 def test_copies_are_exposed_while_the_training_thread_waits_and_hidden_else() -> None:
@@ -159,6 +151,59 @@ def test_a_read_while_the_copy_out_is_under_way_does_not_wait_for_it() -> None:
     bench.pager.retire([block], [])
     bench.pager.offload(block)
     assert block.state is State.OFFLOADED and bench.mover.log.count("out w") == 1
+    assert bench.pager.account.evictions == 2, "also where nothing is copied"
+
+
+@pytest.mark.parametrize(
+    ("then", "state", "valid"),
+    [
+        ("nobody needs it", State.OFFLOADED, True),
+        ("a stage reads it", State.ON_DEVICE, True),
+        ("a stage writes it", State.ON_DEVICE, False),
+        ("it is asked for", State.ON_DEVICE, True),
+        ("it is dropped", State.DROPPED, False),
+    ],
+)
+def test_a_copy_out_that_the_device_makes_by_itself(then: str, state: State, valid: bool) -> None:
+    """[Note: Queued offloads]: when it has ended, its memory is taken, unless the block was needed or written meanwhile."""
+    mover = QueueingMover()
+    mover.device_copies = True
+    bench = Bench(None, mover=mover)
+    block = bench.make("w", 2)
+    block.source = "a stage"
+    bench.pager.offload(block)
+    assert block.state is State.OFFLOADING and bench.pager.account.offloading_bytes == block.size_bytes
+    if then == "it is dropped":
+        bench.pager.drop(block)
+    elif then == "it is asked for":
+        bench.pager.prefetch(block)
+    elif then != "nobody needs it":
+        bench.pager.acquire([block], 0, "stage")
+        bench.pager.retire([block], [block] if "writes" in then else [])
+    mover.device_copies = False
+    bench.pager.forget_dead()
+    assert (block.state, block.copy_is_valid) == (state, valid)
+    assert bench.pager.account.offloading_bytes == 0 and not bench.pager.account.queued_offloads
+
+
+def test_what_user_code_may_have_written_after_a_region_that_ended_with_an_error_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Block) -> None:
+        raise StorageError("gone")
+
+    mover = QueueingMover()
+    mover.device_copies = True
+    bench = Bench(None, mover=mover)
+    blocks = [bench.make(name, 2, visible=True, fill=3) for name in ("first", "second")]
+    for block in blocks:
+        bench.pager.offload(block)
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="gone"):
+        patch.setattr(mover, "release", refuse)
+        bench.pager.leave_region()
+    bench.tensors["second"].fill_(4)
+    mover.device_copies = False
+    bench.pager.enter_region()
+    assert [(block.state, block.copy_is_valid) for block in blocks] == [(State.ON_DEVICE, False)] * 2
+    assert (bench.value("first"), bench.value("second")) == (3, 4)
 
 
 def test_prefetches_wait_for_room_in_order() -> None:
@@ -177,6 +222,18 @@ def test_prefetches_wait_for_room_in_order() -> None:
     assert bench.pager.account.used_bytes == 8 * UNIT == bench.pager.account.peak_bytes
 
 
+def test_a_prefetch_that_waits_for_room_begins_where_a_block_is_dropped() -> None:
+    bench = Bench(4 * UNIT)
+    waiting = evicted(bench, bench.make("waiting", 2))
+    bench.make("stays", 2)
+    dropped = bench.make("dropped", 2)
+    dropped.source = "a stage"
+    bench.pager.prefetch(waiting)
+    assert waiting.state is State.OFFLOADED
+    bench.pager.drop(dropped)
+    assert dropped.state is State.DROPPED and waiting.state is State.PREFETCHING
+
+
 def test_a_prefetch_does_not_take_the_room_of_the_running_stage() -> None:
     bench = Bench(4 * UNIT)
     block = evicted(bench, bench.make("w", 2))
@@ -186,17 +243,6 @@ def test_a_prefetch_does_not_take_the_room_of_the_running_stage() -> None:
     bench.run()
     bench.pager.prefetch(block)
     assert bench.mover.flying
-
-
-def test_a_prefetch_of_a_block_that_is_leaving() -> None:
-    bench = Bench(None)
-    block = bench.make("w", 2, fill=3)
-    bench.pager.offload(block)
-    bench.pager.prefetch(block)
-    bench.mover.finish()
-    assert block.state is State.PREFETCHING
-    bench.mover.finish()
-    assert block.state is State.ON_DEVICE and bench.value("w") == 3
 
 
 def test_a_stage_takes_over_the_prefetch_that_is_under_way() -> None:

@@ -193,10 +193,12 @@ def test_queued_copies_let_go_the_first_ones_first() -> None:
     first, second, third, held = (bench.make(name, 8) for name in ("first", "second", "third", "held"))
     for block in (first, second, third, held):
         bench.pager.offload(block)
+    assert bench.pager.account.offloading_bytes == 4 * first.size_bytes
     pieces.short = first.size_bytes + 1
     bench.pager.acquire([held], 4 * UNIT, "stage")
     assert pieces.let_go == 2
     assert [block.state for block in (first, second, third, held)] == [State.OFFLOADED] * 3 + [State.ON_DEVICE]
+    assert bench.pager.account.offloading_bytes == 0
     bench.pager.retire([held], [])
 
 

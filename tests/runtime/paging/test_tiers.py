@@ -98,13 +98,18 @@ def rig() -> Iterator[CpuMachine]:
     rig.close()
 
 
+def check(rig: CpuMachine, made: list[tuple[torch.Tensor, Block]], *, writes: bool = False) -> None:
+    """Run a stage on each block. It finds all bytes as they were made: the number of the block."""
+    for fill, (tensor, block) in enumerate(made):
+        rig.use(block, writes=writes)
+        assert set(tensor.tolist()) == {fill}
+
+
 @pytest.mark.parametrize("writes", [True, False], ids=["void copies", "valid copies"])
 def test_copies_of_what_is_on_the_device_make_room(rig: CpuMachine, writes: bool) -> None:
     made = [rig.make(MIB, fill) for fill in range(4)]  # two away, two on the device, and room for one on its way out
     for _ in range(3):
-        for fill, (tensor, block) in enumerate(made):
-            rig.use(block, writes=writes)
-            assert set(tensor.tolist()) == {fill}
+        check(rig, made, writes=writes)
     assert rig.store.used_bytes <= 3 * MIB
     assert sum(block.state is State.OFFLOADED for _, block in made) == 2
 
@@ -144,9 +149,7 @@ def test_a_slot_is_waited_for_that_a_block_is_being_read_from() -> None:
         assert made[0][1].state is State.PREFETCHING
         rig.pager.acquire([], MIB, "a stage")
     rig.pager.retire([], [])
-    for fill, (tensor, block) in enumerate(made):
-        rig.use(block)
-        assert set(tensor.tolist()) == {fill}
+    check(rig, made)
     rig.close()
 
 
@@ -160,9 +163,7 @@ def test_a_stage_exchanges_blocks_one_by_one_where_the_lower_tier_is_full() -> N
     rig.pager.acquire(wanted, 0, "a stage")
     assert rig.pager.account.peak_bytes <= 3 * MIB
     rig.pager.retire(wanted, [])
-    for fill, (tensor, block) in enumerate(made):
-        rig.use(block)
-        assert set(tensor.tolist()) == {fill}
+    check(rig, made)
     rig.close()
 
 

@@ -1,4 +1,4 @@
-"""What stands for a GPU under its stores: KvikIO over ordinary memory and files, and a copier whose copies end late."""
+"""What stands for a GPU under its stores: KvikIO over ordinary memory and files, a pinner, a copier whose copies end late."""
 
 from __future__ import annotations
 
@@ -112,6 +112,23 @@ class FakeKvikio:
 
     def shorten(self, moved: int) -> int:
         return moved - self.lost_bytes
+
+
+class RecordingPinner:
+    """Pins nothing, and records what it should pin and unpin. failure: raised when it should pin."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+        self.failure = failure
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        self.calls.append(("pin", address, size_bytes))
+        if self.failure is not None:
+            raise self.failure
+
+    def unpin(self, address: int, size_bytes: int) -> None:
+        ctypes.string_at(address, size_bytes)  # the memory is still there
+        self.calls.append(("unpin", address, size_bytes))
 
 
 # -- a copier: code that does not wait for its copies finds wrong bytes

@@ -179,24 +179,28 @@ def test_one_changed_bit_is_seen(unchanged: UnchangedChunks, slot: Slot, memory:
         assert held(unchanged, slot, memory) == expected
 
 
-def test_what_was_written_is_not_compared_before_it_is_read_again(unchanged: UnchangedChunks, slot: Slot, memory: Memory) -> None:
-    each(unchanged.read_chunk, slot, memory)
-    unchanged.forget(slot)
-    assert not any(held(unchanged, slot, memory))
-    each(unchanged.read_chunk, slot, memory)
-    assert all(held(unchanged, slot, memory))
-
-
-@pytest.mark.parametrize("direction", ["read", "write"])
-def test_a_range_makes_the_whole_slot_unknown(unchanged: UnchangedChunks, slot: Slot, memory: Memory, direction: str) -> None:
+@pytest.mark.parametrize("what", ["it was written", "a range was read", "a range was written", "it is another block's"])
+def test_a_slot_is_not_compared_before_it_is_read_again(
+    unchanged: UnchangedChunks, store: PosixStore, slot: Slot, memory: Memory, what: str
+) -> None:
     each(unchanged.read_chunk, slot, memory)
     part = slot_range(slot, PAGE, PAGE)
     (chunk,) = cut_slot(part, CHUNK)
-    if direction == "write":
+    if what == "it was written":
+        unchanged.forget(slot)
+    elif what == "a range was read":
+        unchanged.read_chunk(part, chunk, memory.address)
+    elif what == "a range was written":
         assert not unchanged.holds(part, chunk, memory.address)
     else:
-        unchanged.read_chunk(part, chunk, memory.address)
+        store.release(slot)
+        again = store.allocate(SIZE, "another block")
+        assert again.extents == slot.extents
+        slot = again
     assert not any(held(unchanged, slot, memory))
+    unchanged.watch(slot)
+    each(unchanged.read_chunk, slot, memory)
+    assert all(held(unchanged, slot, memory))
 
 
 def test_a_read_that_fails_makes_its_chunk_unknown(store: PosixStore, slot: Slot, memory: Memory) -> None:
@@ -214,11 +218,3 @@ def test_a_read_that_fails_makes_its_chunk_unknown(store: PosixStore, slot: Slot
     with pytest.raises(StorageIOError):
         unchanged.read_chunk(slot, first, memory.address)
     assert held(unchanged, slot, memory) == [False, True, True, True]
-
-
-def test_a_released_slot_is_forgotten(unchanged: UnchangedChunks, store: PosixStore, slot: Slot, memory: Memory) -> None:
-    each(unchanged.read_chunk, slot, memory)
-    store.release(slot)
-    again = store.allocate(SIZE, "another block")
-    assert again.extents == slot.extents
-    assert not any(held(unchanged, again, memory))

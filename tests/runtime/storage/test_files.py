@@ -28,14 +28,6 @@ def plain_store(tmp_path: Path) -> Iterator[PosixStore]:
     store.close()
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> list[Path]:
-    folders = [tmp_path / name for name in "ab"]
-    for folder in folders:
-        folder.mkdir()
-    return folders
-
-
 @pytest.mark.parametrize("way", ["direct", "refused", "buffered"])
 def test_files_are_private_reserved_and_opened_as_told(folders: list[Path], monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Direct I/O is taken if the file system has it and nobody has said no."""

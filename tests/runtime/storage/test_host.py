@@ -19,6 +19,7 @@ from runtime.storage import HostStore, cut_slot
 from runtime.system import PIN_CHUNK_BYTES, HostLimit
 
 from ..memory import Memory, read_slot, write_slot
+from .fakes import RecordingPinner
 
 MIB = 1 << 20
 LIMITS = (HostLimit(what="the machine has available", available_bytes=1 << 40, remedy="lower host_budget"),)
@@ -27,37 +28,6 @@ LIMITS = (HostLimit(what="the machine has available", available_bytes=1 << 40, r
 def resident_bytes(store: HostStore) -> int:
     """Return how many bytes of the slab have pages."""
     return os.fstat(store.allocate(1, "a page").extents[0].file_descriptor).st_blocks * 512
-
-
-class RecordingPinner:
-    def __init__(self, failure: Exception | None = None) -> None:
-        self.calls: list[tuple[str, int, int]] = []
-        self.failure = failure
-
-    def pin(self, address: int, size_bytes: int) -> None:
-        self.calls.append(("pin", address, size_bytes))
-        if self.failure is not None:
-            raise self.failure
-
-    def unpin(self, address: int, size_bytes: int) -> None:
-        ctypes.string_at(address, size_bytes)  # the memory is still there
-        self.calls.append(("unpin", address, size_bytes))
-
-
-def test_a_slot_can_be_read_where_it_lies() -> None:
-    store = HostStore(8 * MIB, limits=LIMITS)
-    store.allocate(MIB, "before")
-    slot = store.allocate(2 * MIB, "weights")
-    memory = Memory(slot.size_bytes, random=True)
-    write_slot(store, slot, memory.address)
-    (extent,) = slot.extents
-    address = store.address_of(extent)
-    assert store.address <= address and address + extent.length_bytes <= store.address + store.capacity_bytes
-    assert ctypes.string_at(address, slot.size_bytes) == memory.content
-    ctypes.memset(address, 7, 100)  # as a device would write there
-    read_slot(store, slot, memory.address)
-    assert memory.content[:100] == bytes([7]) * 100
-    store.close()
 
 
 def test_pages_are_taken_as_they_are_written_to_unless_asked_for_and_no_byte_more() -> None:
@@ -119,6 +89,7 @@ def test_without_pinning_it_works_on_with_one_warning(caplog: pytest.LogCaptureF
         "host memory is not pinned, and copies will be slower: cannot pin 4,194,304 bytes; raise the limit"
     ]
     assert not store.pinned
+    store.allocate(MIB, "before")
     slot, memory = store.allocate(MIB, "weights"), Memory(MIB, random=True)
     write_slot(store, slot, memory.address)
     assert ctypes.string_at(store.address_of(slot.extents[0]), MIB) == memory.content

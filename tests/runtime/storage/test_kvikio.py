@@ -114,7 +114,7 @@ def test_an_error_of_kvikio_names_file_block_and_offset(
     store.close()
 
 
-def test_files_that_nothing_can_open_leave_nothing_behind(tmp_path: Path) -> None:
+def test_files_that_nothing_can_open_leave_nothing_behind(folders: list[Path]) -> None:
     class Broken(FakeKvikio):
         def CuFile(self, path: Path, flags: str) -> Any:
             if len(self.live) == 1:
@@ -124,9 +124,6 @@ def test_files_that_nothing_can_open_leave_nothing_behind(tmp_path: Path) -> Non
     for compatible_only in (True, False):
         kvikio = Broken(compatible_only=compatible_only)
         before = dict(kvikio.values)
-        folders = [tmp_path / "a", tmp_path / "b"]
-        for folder in folders:
-            folder.mkdir(exist_ok=True)
         with pytest.raises(UnsupportedError, match="cannot open the spill files: no more files; choose another"):
             KvikioStore(folders, budget_bytes=None, kvikio=kvikio)
         assert kvikio.live == [] and kvikio.values == before

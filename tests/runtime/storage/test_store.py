@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,35 +13,25 @@ from runtime.system import HostLimit
 
 from ...line_tracing import can_run_out_of_memory, out_of_memory_at, places_in
 from ..memory import Memory
-from .contract import StoreCase, StoreContract
-from .fakes import FakeKvikio, SlowCopier
+from .contract import StoreCase, StoreContract, opened
+from .fakes import FakeKvikio, RecordingPinner, SlowCopier
 
 PLENTY = (HostLimit(what="a test has", available_bytes=1 << 40, remedy="nothing"),)
 
 
-class NoPinner:
-    """Pins nothing, but knows what it should unpin."""
-
-    def __init__(self) -> None:
-        self.live: list[tuple[int, int]] = []
-
-    def pin(self, address: int, size_bytes: int) -> None:
-        self.live.append((address, size_bytes))
-
-    def unpin(self, address: int, size_bytes: int) -> None:
-        self.live.remove((address, size_bytes))
+Make = Callable[[Sequence[Path], int], Store]
 
 
-def files(count: int) -> Callable[[list[Path], int], Store]:
+def files(count: int) -> Make:
     return lambda parents, size: PosixStore(parents[:count], budget_bytes=size)
 
 
-MAKERS: dict[str, tuple[Callable[[list[Path], int], Store], int, str]] = {
+MAKERS: dict[str, tuple[Make, int, str]] = {
     "posix, one directory": (files(1), 1, "storage_budget"),
     "posix, three directories": (files(3), 3, "storage_budget"),
     "posix, page cache": (lambda parents, size: PosixStore(parents[:1], budget_bytes=size, direct=False), 1, "storage_budget"),
     "host": (lambda _, size: HostStore(size, limits=PLENTY), 1, "host_budget"),
-    "host, pinned": (lambda _, size: HostStore(size, limits=PLENTY, pinner=NoPinner()), 1, "host_budget"),
+    "host, pinned": (lambda _, size: HostStore(size, limits=PLENTY, pinner=RecordingPinner()), 1, "host_budget"),
     "staged": (
         # No chunk is a multiple of these buffers, and every chunk needs several of them.
         lambda parents, size: StagedStore(parents[:2], SlowCopier(), budget_bytes=size, buffer_bytes=300_000),
@@ -57,25 +47,15 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreCase]:
     in_memory = request.param == "posix, in memory"
     maker, stripes, option = MAKERS["posix, one directory" if in_memory else request.param]
     with tempfile.TemporaryDirectory(dir="/dev/shm" if in_memory else tmp_path) as base:
-        parents = [Path(base, str(number)) for number in range(3)]
-        for parent in parents:
-            parent.mkdir()
-        stores: list[Store] = []
-
-        def make(size_bytes: int) -> Store:
-            stores.append(maker(parents, size_bytes))
-            return stores[-1]
-
-        yield StoreCase(
-            make=make,
+        with opened(
+            maker,
+            [Path(base, str(number)) for number in range(3)],
             memory=lambda size, random: Memory(size, random=random),
             option=option,
             stripes=stripes,
             whole=request.param not in ("staged", "kvikio"),
-        )
-        for store in stores:
-            store.close()
-        assert all(not list(parent.iterdir()) for parent in parents)
+        ) as case:
+            yield case
 
 
 class TestStore(StoreContract):

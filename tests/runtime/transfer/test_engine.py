@@ -20,7 +20,7 @@ import torch
 
 from planner.errors import ChecksumError, StorageError, StorageFullError, StorageIOError, UnsupportedError
 from runtime.storage import PageSums, PosixStore, Slot
-from runtime.transfer import Engine, TorchMemory, Transfer
+from runtime.transfer import Engine, TorchMemory
 
 from ..memory import Memory, break_io, flip_a_bit, read_slot, write_slot
 from ..processes import Forking
@@ -60,30 +60,6 @@ def test_links_are_measured_while_the_device_works(store: PosixStore) -> None:
     engine.measure(MIB)
     assert working == [True, False]
     engine.close()
-
-
-def test_many_blocks_of_all_sizes_come_back_as_they_left(store: PosixStore, engine: Engine) -> None:
-    draw = random.Random(0)
-    sizes = [draw.randint(1, 3 * MIB) for _ in range(20)]
-    slots = [store.allocate(size, f"block {number}") for number, size in enumerate(sizes)]
-    sent = [Memory(slot.size_bytes, random=True) for slot in slots]
-    received = [Memory(slot.size_bytes) for slot in slots]
-    returned: list[Transfer] = []
-
-    def bring_back(transfer: Transfer) -> None:
-        index = slots.index(transfer.slot)
-        returned.append(engine.read(transfer.slot, received[index].address, nothing))
-
-    for slot, memory in zip(slots, sent, strict=True):
-        engine.write(slot, memory.address, bring_back)
-    engine.write_link.close()
-    for transfer in returned:
-        transfer.wait(30)
-    assert [memory.content for memory in received] == [memory.content for memory in sent]
-    total = sum(slot.size_bytes for slot in slots)
-    assert engine.write_link.moved_bytes == engine.read_link.moved_bytes == total
-    assert engine.links["device->storage"] is engine.write_link
-    assert engine.links["storage->device"] is engine.read_link
 
 
 def test_both_directions_move_at_once(store: PosixStore, engine: Engine) -> None:

@@ -45,18 +45,6 @@ def make_link(gate: Gate) -> Iterator[MakeLink]:
 # -- order
 
 
-def test_the_order_on_each_drive_is_that_of_submission(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link(drives=2)
-    ended: list[str] = []
-    transfers = [link.submit(striped(name), 0, lambda t: ended.append(t.slot.name)) for name in "abcde"]
-    gate.let_on(1)
-    gate.wait_until_begun(6)
-    gate.let_on(0)
-    for transfer in transfers:
-        transfer.wait(30)
-    assert gate.begun_on(0) == gate.begun_on(1) == ended == list("abcde")
-
-
 def test_all_threads_work_on_the_first_block_and_then_go_on_to_the_next(make_link: MakeLink, gate: Gate) -> None:
     link = make_link(threads=3)
     first = link.submit(slot("first", 4 * CHUNK, extents=2), 0, nothing)  # two chunks
