@@ -70,7 +70,7 @@ class Experts(nn.Module):
         row = torch.where(place < capacity, expert * capacity + place, EXPERTS * capacity)  # the last one is left out
         token = expert.new_zeros(EXPERTS * capacity + 1).scatter(0, row, order // CHOSEN)[:-1]
         share = shares.new_zeros(EXPERTS * capacity + 1).scatter(0, row, shares.flatten()[order])[:-1]
-        gate, up = torch.bmm(tokens[token].unflatten(0, (EXPERTS, capacity)), self.up).chunk(2, dim=-1)
+        gate, up = torch.bmm(tokens[token].reshape(EXPERTS, capacity, -1), self.up).chunk(2, dim=-1)
         made = torch.bmm(functional.silu(gate) * up, self.down).flatten(0, 1) * share[:, None].to(tokens.dtype)
         return torch.zeros_like(tokens).index_add(0, token, made).view_as(hidden)
 
