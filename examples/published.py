@@ -14,13 +14,74 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import teraio
-from examples.llama import SIZES, Llama, LlamaConfig, llama, rotations
+from examples.llama import SIZES, Attention, Llama, LlamaConfig, llama, rotations
 from examples.lora import Adapted
 
 QWEN_7B = LlamaConfig(
     layers=28, width=3584, heads=28, key_value_heads=4, feed_forward=18944, vocabulary=152064, tied=False, context=1024
 )
 """Qwen2.5-7B (Qwen team, 2024), without the biases of query, key and value (0.002 % of its parameters)."""
+
+
+OLMOE_7B = LlamaConfig(
+    layers=16,
+    width=2048,
+    heads=16,
+    key_value_heads=16,
+    feed_forward=1024,
+    vocabulary=50304,
+    tied=False,
+    context=1024,
+    rotation_base=10_000.0,
+)
+"""OLMoE-7B (Muennighoff et al., 2024): 64 experts in each layer, each token goes through eight. feed_forward: of an expert."""
+EXPERTS, CHOSEN = 64, 8
+
+
+class NormedAttention(Attention):
+    """Attention in which all queries of a token have one norm, and all its keys another: (batch, time, width) to the same."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.query = nn.Sequential(self.query, nn.RMSNorm(config.width, eps=config.norm_epsilon))  # type: ignore[assignment]
+        self.key = nn.Sequential(self.key, nn.RMSNorm(config.width, eps=config.norm_epsilon))  # type: ignore[assignment]
+
+
+class Experts(nn.Module):
+    """A mixture of SwiGLU experts (Shazeer et al., 2017): (batch, time, width) to the same.
+
+    All shapes are fixed, since each expert has a capacity (Fedus et al., 2021): an equal share of all rows.
+    What comes after that is left out.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.router = nn.Linear(config.width, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.zeros(EXPERTS, config.width, 2 * config.feed_forward))
+        self.down = nn.Parameter(torch.zeros(EXPERTS, config.feed_forward, config.width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, 1)
+        shares, chosen = functional.softmax(self.router(tokens).float(), dim=-1).topk(CHOSEN)
+        expert, order = chosen.flatten().sort(stable=True)
+        capacity = len(tokens) * CHOSEN // EXPERTS
+        first = torch.searchsorted(expert, torch.arange(EXPERTS, device=expert.device))
+        place = torch.arange(len(expert), device=expert.device) - first[expert]
+        row = torch.where(place < capacity, expert * capacity + place, EXPERTS * capacity)  # the last one is left out
+        token = expert.new_zeros(EXPERTS * capacity + 1).scatter(0, row, order // CHOSEN)[:-1]
+        share = shares.new_zeros(EXPERTS * capacity + 1).scatter(0, row, shares.flatten()[order])[:-1]
+        gate, up = torch.bmm(tokens[token].reshape(EXPERTS, capacity, -1), self.up).chunk(2, dim=-1)
+        made = torch.bmm(functional.silu(gate) * up, self.down).flatten(0, 1) * share[:, None].to(tokens.dtype)
+        return torch.zeros_like(tokens).index_add(0, token, made).view_as(hidden)
+
+
+def with_experts(config: LlamaConfig) -> Llama:
+    """Return a Llama with these experts, and with norms of queries and keys, on the device "meta"."""
+    with torch.device("meta"):
+        model = Llama(config)
+        for layer in model.layers:
+            layer.attention, layer.feed_forward = NormedAttention(config), Experts(config)
+    return model
 
 
 class ViTG(nn.Module):
@@ -128,6 +189,12 @@ def llama_8b_lora() -> Callable[[], None]:
             if isinstance(linear, nn.Linear):
                 setattr(part, name, Adapted(linear, 32).to("cuda", torch.bfloat16))
     return _trained(model, rows=8, context=1024, passes=8)
+
+
+def olmoe_7b() -> Callable[[], None]:
+    """OLMoE-7B, 2 x 32 x 1,024 tokens: shadowspill's training. Experts have a capacity."""
+    model = with_experts(OLMOE_7B).to(torch.bfloat16).to_empty(device="cuda")
+    return _trained(model, rows=32, context=1024, passes=2)
 
 
 def qwen_7b() -> Callable[[], None]:

@@ -108,6 +108,15 @@ CASES = (
         tokens=65536,
     ),
     Case(
+        name="olmoe_7b",
+        title="shadowspill, OLMoE-7B, 65,536 tokens",
+        machine="RTX 5090, 16 GiB",
+        hardware="traces/captured/rtx-5090-shadowspill.json",
+        figures=(Figure(what="time", published=4.76, unit="s", plan="ilp"),),
+        budgets={"device": "16GiB", "host": "112GiB"},
+        tokens=65536,
+    ),
+    Case(
         name="qwen_7b",
         title="MegaTrain, Qwen2.5-7B, 158 x 1,024 tokens",
         machine="H100",

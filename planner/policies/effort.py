@@ -29,6 +29,7 @@ class Effort:
     around_user_code: int = 3  # the cheapest candidates that are improved around user code
     update_sets: int = 8  # sets of updates on the host in place of the program's: each is planned anew
     worth_an_update_set: float = 0.999  # since each is planned anew, little gains do not pay
+    worth_a_write: float = 1.01  # drives wear out: they are not written for less gain while host memory has room
     each_placement: bool = True  # other blocks for the best plan of each choice of updates, not only for the best of all
     blocks_beyond: float = 1.0  # only beyond this factor other blocks are tried
     exchanges: int = 300  # variants with other blocks that are replayed; and in long iterations at most ...

@@ -61,8 +61,8 @@ class Task:
 def optimise(problem: Problem, task: Task) -> Plan:
     """Return the plan of the integer program, made exact, or that of a rival policy where it is better.
 
-    Where any plan exists, one is found. Up to the default weight of writes, the plan is never slower than a rival's. Raises
-    InfeasiblePlanError where the lower tiers are too small.
+    Where any plan exists, one is found. Up to the default weight of writes, the plan is never slower than a rival's, but for the
+    hundredth that drives are spared for. Raises InfeasiblePlanError where the lower tiers are too small.
     """
     updates = problem.may_update_on_host if task.on_host is None else task.on_host
     if problem.everything_fits and not updates:
@@ -72,6 +72,7 @@ def optimise(problem: Problem, task: Task) -> Plan:
     for step in _STEPS:
         search.own += [] if out_of_time() else step(search)
     best = search.choose()
+    best = best if task.draft or not task.settings.write_weight else without_needless_writes(best)
     made = best.plan.model_copy(update={"solver": _together(search.reports), "policy": task.policy})
     return with_predictions(problem, made, best.timeline, lower_bound_seconds=search.bound_seconds)
 
@@ -309,6 +310,42 @@ def _copy_costs(problem: Problem, decisions: Decisions) -> dict[int, float]:
         if not period.final or index in copied_out:
             costs[index] = (route.outward if period.final else route.inward).seconds(period.size_bytes)
     return costs
+
+
+def without_needless_writes(best: ReplayedPlan) -> ReplayedPlan:
+    """Let blocks wait in host memory where that has room, and not on drives, as far as it takes at most 1 % longer."""
+    if all(route.tier != "host" for route in best.problem.routes):
+        return best
+    effort, room = effort_of(best.problem.stage_count), TierCapacity(best.problem, best.decisions)
+    movable: list[list[int]] = []  # periods, by block
+    for periods in _written(best.problem, best.decisions):
+        if all(room.fits(index, "host") for index in periods):
+            movable.append(periods)
+            for index in periods:
+                room.take(index, "host")
+    limit, least, most, tried = best.timeline.iteration_seconds * effort.worth_a_write, 0, len(movable), len(movable)
+    found = best
+    while least < most and not out_of_time():
+        others = [index for periods in movable[:tried] for index in periods]
+        decisions = best.decisions | {index: replace(best.decisions[index], tier="host") for index in others}
+        try:
+            each = _best_schedule(best.problem, decisions, best.write_weight, leads=(best.lead,), rounds=effort.rounds)
+            enough = each.timeline.iteration_seconds <= limit
+        except InfeasiblePlanError:
+            enough = False
+        found, least, most = (each, tried, most) if enough else (found, least, tried - 1)
+        tried = (least + most + 1) // 2
+    return found
+
+
+def _written(problem: Problem, decisions: Decisions) -> list[list[int]]:
+    """The periods that blocks spend on a drive, by block, of those that are written there; the largest blocks come first."""
+    written = {problem.periods[index].block for index in copies_out(problem, decisions) if decisions[index].tier == "storage"}
+    found: dict[int, list[int]] = {block: [] for block in written}
+    for index, decision in decisions.items():
+        if decision.tier == "storage" and problem.periods[index].block in written:
+            found[problem.periods[index].block].append(index)
+    return [found[block] for block in sorted(written, key=lambda block: (-problem.trace.blocks[block].size_bytes, block))]
 
 
 Variant = tuple[Problem, Decisions, float]  # the last is the reserve of prefetches, see `schedule`

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.bound import lower_bound_seconds, more_instants
 from planner.errors import BudgetError
-from planner.problem import Problem
+from planner.problem import DEFAULT_WRITE_WEIGHT, Problem
 from planner.schedule import StageClock
 from planner.schema import Budgets, Plan, Predicted, Trace
 from planner.simulator import Timeline, simulate
@@ -52,6 +52,14 @@ def with_lower_bound(plan: Plan, trace: Trace, budgets: Budgets, *, threads: int
     except BudgetError:  # only plans with re-runs fit, and no tier can be used
         bound = trace.ideal_seconds
     return with_bound(plan, bound)
+
+
+def cost_of(plan: Plan, trace: Trace, write_weight: float) -> float:
+    """Return the iteration's seconds, plus what copies to drives are worth where that weighs more than usual."""
+    cost, link = plan.replayed.iteration_seconds, trace.hardware.link("device", "storage")
+    if link is not None and write_weight > DEFAULT_WRITE_WEIGHT:
+        cost += write_weight * plan.replayed.storage_written_bytes / link.bytes_per_second
+    return cost
 
 
 def with_bound(plan: Plan, seconds: float) -> Plan:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from planner.errors import BudgetError, InfeasiblePlanError, OptionsError, PlanError
 from planner.ilp import MAX_INTEGER_STAGES
 from planner.policies.optimise import Task, exact_candidates, optimise
-from planner.policies.predictions import with_bound, with_lower_bound, with_predictions
+from planner.policies.predictions import cost_of, with_bound, with_lower_bound, with_predictions
 from planner.policies.published import (
     all_on_host,
     every_second_on_device,
@@ -60,10 +60,11 @@ def plan(
 
     `policy`: one of POLICIES, which `docs/policies.md` describes. `"ilp"` is the integer program, made exact: it decides what
     stays, what is offloaded and what is recomputed, and is never slower than `"offload-only"` or any of the HEURISTICS, nor, in
-    iterations of up to 64 stages, than a fixed rule for updates.
+    iterations of up to 64 stages, than a fixed rule for updates; but for 1 %, which it may lose where it writes less to storage.
 
     `write_weight`: seconds of iteration time that one second of writing to storage is worth, since drives wear out. Up to its
-    default, it only decides between plans that are no slower than every heuristic's. `gap`: the share of the objective by which
+    default, it only decides between plans that are no slower than every heuristic's. Unless it is 0, storage is not written for
+    less than 1 % of the iteration while host memory has room. `gap`: the share of the objective by which
     the solver's solution may miss its bound. It concerns the coarse model only, and is of little use below that model's own
     error. `threads`: of the solver. `lower_bound`: compute `predicted.lower_bound_seconds`; otherwise it is 0, which may take
     less time. `incumbents`: plans for the same stages and blocks, such as those for smaller budgets or slower links. The fastest
@@ -145,41 +146,44 @@ def _within(own: Budgets, given: Budgets) -> bool:
     return lower and own.device_bytes <= given.device_bytes
 
 
-def _optimised(name: str, make: Callable[[Trace, Budgets, Task], Plan]) -> Policy:
+def _optimised(name: str, make: Callable[[Trace, Budgets, Task], Iterator[Plan]], *, by_a_rule: bool) -> Policy:
+    """The policy whose plan is the last one that `make` yields. by_a_rule: or one by a fixed rule for updates."""
+
     def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         task = Task(policy=name, settings=settings, rivals=tuple(HEURISTICS.values()))
-        return _by_stretch(trace, budgets, task, make) or make(trace, budgets, task)
+        made = _by_stretch(trace, budgets, task, make)
+        if made is None:
+            *_, made = make(trace, budgets, task)
+        return _or_by_a_rule(made, trace, budgets, settings) if by_a_rule else made
 
     return policy
 
 
-def _by_stretch(trace: Trace, budgets: Budgets, task: Task, make: Callable[[Trace, Budgets, Task], Plan]) -> Plan | None:
-    """Return the plan of the short iteration that `make` makes, laid out over the whole one and made exact there.
+def _by_stretch(
+    trace: Trace, budgets: Budgets, task: Task, make: Callable[[Trace, Budgets, Task], Iterator[Plan]]
+) -> Plan | None:
+    """Return the fastest plan that `make` yields for the short iteration, once laid out over the whole one and made exact there.
 
     See [Note: iterations that repeat] in `planner.problem.repeats`. None for short iterations, for those in which nothing
-    repeats, and where the plan does not fit the whole iteration. Raises BudgetError and InfeasiblePlanError as `make` does.
+    repeats, and where no plan fits the whole iteration. Raises BudgetError and InfeasiblePlanError as `make` does.
     """
     repeats = repeats_of(trace) if len(trace.stages) > WHOLE_STAGES else None
     if repeats is None:
         return None
-    short = make(repeats.short, budgets, task)
-    try:
-        laid_out = repeats.laid_out(short)
-        problem, plan = _problem_of(trace, budgets, laid_out)
-        found = exact_candidates(problem, decisions_of(problem, plan), task.settings.write_weight)
-        best = min(found, key=lambda candidate: candidate.cost)
-    except (InfeasiblePlanError, PlanError):
-        return None
-    made = best.plan.model_copy(update={"policy": task.policy, "solver": short.solver})
-    return folded(trace, laid_out.recompute, with_predictions(problem, made, best.timeline))
+    found: list[Plan] = []
+    for short in make(repeats.short, budgets, task):  # what is a little better there may be a little worse in the whole one
+        with suppress(InfeasiblePlanError, PlanError):
+            laid_out = repeats.laid_out(short)
+            problem, plan = _problem_of(trace, budgets, laid_out)
+            exact = exact_candidates(problem, decisions_of(problem, plan), task.settings.write_weight)
+            best = min(exact, key=lambda candidate: candidate.cost)
+            made = best.plan.model_copy(update={"policy": task.policy, "solver": short.solver})
+            found.append(folded(trace, laid_out.recompute, with_predictions(problem, made, best.timeline)))
+    return min(found, key=lambda made: cost_of(made, trace, task.settings.write_weight), default=None)
 
 
-def _ilp(trace: Trace, budgets: Budgets, task: Task) -> Plan:
-    return _or_by_a_rule(best_recomputation(trace, budgets, task), trace, budgets, task.settings)
-
-
-def _offload_only(trace: Trace, budgets: Budgets, task: Task) -> Plan:
-    return _or_by_a_rule(optimise(Problem.of(trace, budgets), task), trace, budgets, task.settings)
+def _offload_only(trace: Trace, budgets: Budgets, task: Task) -> Iterator[Plan]:
+    yield optimise(Problem.of(trace, budgets), task)
 
 
 def _or_by_a_rule(made: Plan, trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
@@ -241,9 +245,9 @@ RULES: dict[str, Policy] = {
     "stride-2": _fixed_updates("stride-2", every_second_on_device),
 }
 POLICIES: dict[str, Policy] = {
-    "ilp": _optimised("ilp", _ilp),
-    "offload-only": _optimised("offload-only", _offload_only),
-    "checkpoint": _optimised("checkpoint", checkpointed),
+    "ilp": _optimised("ilp", best_recomputation, by_a_rule=True),
+    "offload-only": _optimised("offload-only", _offload_only, by_a_rule=True),
+    "checkpoint": _optimised("checkpoint", checkpointed, by_a_rule=False),
     **{name: _heuristic(name, decide) for name, decide in HEURISTICS.items()},
     "keep-all": _keep_all,
     **RULES,

@@ -18,7 +18,7 @@ from planner.errors import BudgetError, InfeasiblePlanError, PlanError, SolverEr
 from planner.ilp import MAX_INTEGER_STAGES, rerun_shares
 from planner.policies.effort import effort_of
 from planner.policies.optimise import Task, optimise
-from planner.policies.predictions import with_bound
+from planner.policies.predictions import cost_of, with_bound
 from planner.problem import (
     DEFAULT_WRITE_WEIGHT,
     Problem,
@@ -39,27 +39,33 @@ from planner.problem import (
 from planner.schema import Budgets, Plan, Recompute, Trace
 
 
-def best_recomputation(trace: Trace, budgets: Budgets, task: Task) -> Plan:
-    """Return the best plan, with or without re-runs, of those that `optimise` makes.
+def best_recomputation(trace: Trace, budgets: Budgets, task: Task) -> Iterator[Plan]:
+    """Yield the best plan, with or without re-runs, of those that `optimise` makes; before it, the one without, once it is made.
 
     Raises BudgetError and InfeasiblePlanError as that does, where no set of groups helps.
     """
     search = _Search(trace, budgets, task)
     pressed = search.places.usable and max(live_bytes(trace)) > budgets.device_bytes
+    alone: Plan | None = None
     for step in _GROUPS_FIRST if pressed and search.effort.groups_first else _ALONE_FIRST:
-        if not step(search) or (search.best is not None and out_of_time()):
+        goes_on = step(search)
+        if search.best is not None and not search.best.recompute and search.best is not alone:
+            alone = search.best
+            yield search.made()
+        if not goes_on or (search.best is not None and out_of_time()):
             break
-    return search.made()
+    if search.best is None or search.best is not alone:
+        yield search.made()
 
 
-def checkpointed(trace: Trace, budgets: Budgets, task: Task) -> Plan:
-    """Return the plan in which every layer is recomputed from its input, and the rest is offloaded where it must be.
+def checkpointed(trace: Trace, budgets: Budgets, task: Task) -> Iterator[Plan]:
+    """Yield the plan in which every layer is recomputed from its input, and the rest is offloaded where it must be.
 
     Raises BudgetError and InfeasiblePlanError as `optimise` does.
     """
     places = RerunPlaces(trace)
     chosen = places.of(whole_layers(trace, places.usable))
-    return folded(trace, chosen, optimise(Problem.of(recomputed(trace, chosen), budgets), task))
+    yield folded(trace, chosen, optimise(Problem.of(recomputed(trace, chosen), budgets), task))
 
 
 class _Search:
@@ -275,12 +281,7 @@ class _Search:
         return True
 
     def _cost(self, made: Plan) -> float:
-        """Iteration seconds, plus what copies to drives are worth where that weighs more than usual."""
-        cost, weight = made.replayed.iteration_seconds, self._task.settings.write_weight
-        link = self.trace.hardware.link("device", "storage")
-        if link is not None and weight > DEFAULT_WRITE_WEIGHT:
-            cost += weight * made.replayed.storage_written_bytes / link.bytes_per_second
-        return cost
+        return cost_of(made, self.trace, self._task.settings.write_weight)
 
 
 _Steps = tuple[Callable[[_Search], bool], ...]

@@ -34,9 +34,27 @@ def test_each_training_and_its_machine_exist(case: predicted_page.Case) -> None:
 def test_models_have_as_many_parameters_as_the_published_ones() -> None:
     """ViT-g: of timm's 1,136,479,232, without the places of 518 x 518 images, with a head of 45 classes. Qwen: without biases."""
     with torch.device("meta"):
-        vit, qwen = published.ViTG(), llama(published.QWEN_7B, device="meta")
+        vit, qwen, olmoe = published.ViTG(), llama(published.QWEN_7B, device="meta"), published.with_experts(published.OLMOE_7B)
+    assert sum(each.numel() for each in olmoe.parameters()) == 6_919_161_856
     assert sum(each.numel() for each in vit.parameters()) == 1_136_479_232 - (37**2 - 16**2) * 1536 + 45 * 1537
     assert sum(each.numel() for each in qwen.parameters()) == 7_615_616_512 - 28 * (3584 + 2 * 512)
+
+
+def test_experts_take_the_first_rows_up_to_their_capacity() -> None:
+    torch.manual_seed(0)
+    layer = published.Experts(replace(published.OLMOE_7B, width=16, feed_forward=8))
+    for each in layer.parameters():
+        torch.nn.init.normal_(each, std=0.3)
+    hidden = torch.randn(2, 32, 16)
+    shares, chosen = layer.router(hidden).softmax(dim=-1).flatten(0, 1).topk(published.CHOSEN)
+    wanted, left = torch.zeros(64, 16), [64 * published.CHOSEN // published.EXPERTS] * published.EXPERTS
+    for token, row in enumerate(hidden.flatten(0, 1)):
+        for share, expert in zip(shares[token], chosen[token].tolist(), strict=True):
+            gate, up = (row @ layer.up[expert]).chunk(2)
+            wanted[token] += share * ((torch.nn.functional.silu(gate) * up) @ layer.down[expert]) * (left[expert] > 0)
+            left[expert] -= 1
+    assert min(left) < 0 < max(left), "some rows are left out, and some places are empty"
+    torch.testing.assert_close(layer(hidden).flatten(0, 1), wanted)
 
 
 @pytest.mark.parametrize("parts", [1, 4])

@@ -169,6 +169,16 @@ def moved(made: Plan) -> dict[int, Move]:
     return {move.block: move for move in made.moves}
 
 
+@pytest.mark.parametrize(("size", "tier", "seconds"), [(1, "host", 53.5), (2, "storage", 53.0)])
+def test_no_drive_is_written_for_less_than_a_hundredth_while_host_memory_has_room(size: int, tier: str, seconds: float) -> None:
+    """Two blocks leave for a stage and come back. The small one makes copies to the host longer by 0.5 s a byte, of 53 s."""
+    blocks = [block(size, [0], [2]), block(100, [0], [2])]
+    made = trace(staged("ffb", workspaces={1: 100 + size}), blocks, hardware(host=True, rate=1.0))
+    found = plan(made, Budgets(device_bytes=100 + size))
+    assert found.predicted is not None and found.predicted.iteration_seconds == pytest.approx(seconds)
+    assert {move.block: move.tier for move in found.moves} == {0: tier, 1: "host"}
+
+
 def test_teraio_takes_what_frees_most_for_its_cost() -> None:
     """Both blocks could make room at stage 2 at the same cost. One of them is idle under pressure for longer."""
     described = lives([(10, [0, 7]), (10, [1, 4]), (10, [2, 3]), (10, [5, 6])], seconds=[1.0] * 8, rate=20.0)

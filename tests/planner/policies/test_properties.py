@@ -104,16 +104,19 @@ def test_no_policy_beats_the_bound_and_none_the_integer_program(name: str, rate:
     for budgets in budgets_for(made):
         problem = Problem.of(made, budgets)
         bound = max(lower_bound_seconds(problem, max_whole=whole) for whole in (-1, 32))
-        times = {}
+        found = {}
         for policy in POLICIES if rate == 1.0 else ("ilp", *HEURISTICS):
             try:
                 predicted = plan(made, budgets, policy=policy, time_limit_seconds=60, lower_bound=False).predicted
             except (BudgetError, InfeasiblePlanError, UnsupportedError):
                 continue
             assert predicted is not None and bound <= predicted.iteration_seconds * SAME, policy
-            times[policy] = predicted.iteration_seconds
-        assert "ilp" not in times or times["ilp"] <= min(times.values()) * SAME, times
-        compared += len(times)
+            found[policy] = predicted
+        fastest = min(found.values(), key=lambda each: each.iteration_seconds, default=None)
+        if fastest is not None and "ilp" in found:
+            spared = found["ilp"].storage_written_bytes < fastest.storage_written_bytes
+            assert found["ilp"].iteration_seconds <= fastest.iteration_seconds * (1.01 if spared else SAME), found
+        compared += len(found)
     assert compared > len(HEURISTICS)
 
 

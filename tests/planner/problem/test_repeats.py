@@ -53,3 +53,14 @@ def test_the_plan_of_the_short_iteration_holds_for_the_whole_one(
     assert made.policy == policy and made.predicted is not None and made.predicted.ideal_seconds == traced.ideal_seconds
     belady = plan(traced, given, policy="belady").predicted
     assert belady is not None and (policy == "checkpoint" or seconds <= belady.iteration_seconds)
+
+
+def test_what_is_a_little_better_in_the_short_iteration_may_lose_in_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Re-runs that are cheap in the first copy of the stretch take long in the second: the plan without any wins."""
+    traced = microbatches(4, 2, rate=5.0)
+    of_pass = [0.1, 0.1, 20.0, 0.1]
+    groups = [each.model_copy(update={"duration_seconds": of_pass[each.stage // 4]}) for each in traced.recompute]
+    traced = traced.rebuilt(recompute=tuple(groups))
+    monkeypatch.setattr(registry, "WHOLE_STAGES", 10)
+    one, other = (plan(traced, budgets(traced, 0.1), policy=policy, lower_bound=False) for policy in ("ilp", "offload-only"))
+    assert replay(traced, one).iteration_seconds <= replay(traced, other).iteration_seconds * (1 + 1e-9)
