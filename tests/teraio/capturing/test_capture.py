@@ -20,7 +20,7 @@ import planner
 import teraio
 from runtime.execution import Program
 from teraio.capturing import GpuModel, MachineDescription, capture, hardware, known_machines, pretended_gpu
-from teraio.stages import Kernel, StageCompiler, gpu_speed, operator_kernel, speed_of
+from teraio.stages import Kernel, StageCompiler, operator_kernel
 
 from ..conftest import RunCommand
 from ..optimizer.test_own_optimizers import Mixed
@@ -84,13 +84,7 @@ def test_half_precision_weights_with_masters_are_updated_by_subgroups(own: bool,
         compiled = torch.compile(model, backend="teraio")
         optimizer: torch.optim.Optimizer = Mixed(model.parameters()) if own else torch.optim.AdamW(model.parameters())
         teraio.manage_optimizer(optimizer, master_weights=not own, independent="elements" if own else None)
-
-        def step() -> None:
-            compiled(inputs).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
+        return trainings.stepping(lambda: compiled(inputs).float().square().mean().backward(), optimizer)
 
     trace = capture(train, subgroup_bytes=16 * MIB)
     updates = [stage for stage in trace.stages if stage.phase == "optimizer"]
@@ -447,12 +441,6 @@ def test_what_needs_values_or_random_state_of_a_gpu_alone_is_captured(what: str)
     trace = capture(functools.partial(trainings.on_gpu_as, what), hardware="rtx4090")
     assert {stage.phase for stage in trace.stages} == {"user", "forward", "backward", "optimizer"}
     assert trace.subgroups
-
-
-def test_stages_are_cut_by_the_data_sheet_of_the_machine() -> None:
-    machine = MachineDescription.load("a100")
-    assert machine.speed_of(torch.device("cuda")) == gpu_speed((8, 0), 108, reduced=False)
-    assert machine.speed_of(torch.device("cpu")) == speed_of(torch.device("cpu"))
 
 
 def attention(

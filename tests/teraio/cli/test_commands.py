@@ -109,12 +109,6 @@ def test_sweep_is_never_slower_with_more_memory(run: RunCommand, policy: str) ->
     assert all(point["planned_for_bytes"] <= point["device_bytes"] for point in points)
 
 
-def test_sweep_as_a_table(run: RunCommand) -> None:
-    result = run("sweep", CHAIN_FILE, "--device", "10:30:3")
-    assert result.code == 0 and fact(result.out, "floor (smallest budget)") == "10 B"
-    assert re.search(r"^ *20 B +6\.00 s +0\.0%", result.out, re.MULTILINE)
-
-
 WORK = {"tokens": 12_000, "samples": 3, "flops": 3e15, "peak_flops_per_second": 1e15}
 
 

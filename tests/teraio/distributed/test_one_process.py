@@ -123,11 +123,6 @@ def test_a_model_that_was_refused_is_let_go(group: None, tmp_path: Path, wrap: C
 # -- which updates ranks must make alike
 
 
-def test_alone_an_update_may_run_on_the_host() -> None:
-    assert rank_count() == 1
-    assert OptimizerFacts.of(torch.optim.SGD([torch.ones(1)], lr=0.1)).off_host_because is None
-
-
 def test_several_ranks_do_not_update_on_the_host(group: None) -> None:
     assert rank_count() == 2
     reason = OptimizerFacts.of(torch.optim.SGD([torch.ones(1)], lr=0.1)).off_host_because

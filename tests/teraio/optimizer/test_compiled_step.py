@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...training import begin, random_rows, unequal
+from ...training import random_rows, unequal, weights_of_1_mib
 
 PACKAGES = tuple(str(Path(__file__).parents[3] / name) for name in ("teraio", "runtime", "planner"))
 STEPS = 10
@@ -19,11 +19,7 @@ STEPS = 10
 
 
 def train(options: dict[str, Any] | None, optimizer: type[torch.optim.Optimizer], compiled: bool, closure: bool) -> list[Tensor]:
-    training = begin(
-        lambda: nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(3)]),
-        lambda module: [optimizer(module.parameters(), lr=0.01)],  # type: ignore[call-arg]
-        options,
-    )
+    training = weights_of_1_mib(options, count=3, kind=optimizer, lr=0.01)
     (stepping,) = training.optimizers
     step: Callable[..., Any] = torch.compile(stepping.step, backend="eager") if compiled else stepping.step
 

@@ -33,11 +33,6 @@ def test_large_ones_by_themselves_small_ones_with_what_comes_after() -> None:
     assert cut(members, 0, min_bytes=4 * KIB) == tuple(UpdateStage(m.final.after, (n,)) for n, m in enumerate(members))
 
 
-def test_every_optimizer_has_stages_of_its_own() -> None:
-    members = [Planned(ONE, KIB, 1), Planned(OTHER, KIB, 0), Planned(ONE, KIB, 0), Planned(OTHER, KIB, 3)]
-    assert cut(members, 64 * KIB) == (UpdateStage(1, (2, 0)), UpdateStage(3, (1, 3)))
-
-
 @given(
     members=st.lists(
         st.builds(Planned, st.sampled_from([ONE, OTHER]), st.integers(1, 12 << 20), st.integers(0, 6)), min_size=1, max_size=12

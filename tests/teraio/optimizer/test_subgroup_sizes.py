@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import planner
 import teraio
-from planner import Hardware, Link, stations_of_step, subgroup_bytes
+from planner import Hardware, stations_of_step, subgroup_bytes
 from planner.subgroup_size import UNMEASURED_BYTES
 from runtime.device import CpuDevice, Device, WallMark
 from runtime.paging import Pager
@@ -25,6 +25,7 @@ from teraio.optimizer.subgroups import MIN_SUBGROUP_BYTES, SubgroupSizes, subgro
 from teraio.options import parse_options
 from teraio.training_run import RunParts, TrainingRun
 
+from .. import virtual
 from ..parity.harness import MIB, check_exact, reference, share_of_peak, train
 from ..parity.optimizers import small
 from .managed_training import Start
@@ -49,12 +50,8 @@ Measure = Callable[[OptimizerFacts, Pager], float]
 
 def hardware(tiers: dict[str, float], host_bytes: int = 64 * GIB) -> Hardware:
     """With links to and from these tiers, of so many bytes per second."""
-    links = tuple(
-        Link(from_tier=a, to_tier=b, bytes_per_second=rate, latency_seconds=1e-4)  # type: ignore[arg-type]
-        for tier, rate in tiers.items()
-        for a, b in (("device", tier), (tier, "device"))
-    )
-    return Hardware(name="made up", device_memory_bytes=GIB, host_memory_bytes=host_bytes, storage_bytes=GIB, links=links)
+    rates = {link: rate for tier, rate in tiers.items() for link in (f"device->{tier}", f"{tier}->device")}
+    return virtual.hardware(rates, latency=1e-4, host_memory_bytes=host_bytes, storage_bytes=GIB)
 
 
 class Measured:

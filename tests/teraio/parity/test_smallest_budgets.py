@@ -16,7 +16,6 @@ import teraio
 from ...training import compiled, forget
 from .harness import (
     MIB,
-    Batch,
     Case,
     Result,
     Run,
@@ -224,35 +223,6 @@ def test_checkpoints_do_not_make_the_smallest_budget_larger(tmp_path: Path) -> N
 
 
 # -- losses and sequences
-
-VOCABULARY, ROWS = 8192, 128
-LOGITS_BYTES = VOCABULARY * ROWS * 4
-
-
-class WithLoss(nn.Module):
-    """A language model that returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Transformer(layers=1, width=64, vocabulary=VOCABULARY)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
-
-
-def words(steps: int) -> list[Batch]:
-    tokens = [Tensor(range(step, step + ROWS)).long().view(2, ROWS // 2) for step in range(steps)]
-    return [(batch, batch + 1) for batch in tokens]
-
-
-def test_it_trains_with_the_memory_of_its_largest_operators(tmp_path: Path) -> None:
-    """Which need three tensors of the size of the logits. In one stage, the backward of the loss needs five."""
-    case = Case(make_model=WithLoss, make_batches=words, compute_loss=lambda model, batch: model(*batch))
-    budget = 4 * LOGITS_BYTES + 2 * MIB
-    unbudgeted = train(case, options={"storage": str(tmp_path)})
-    budgeted = train(case, options=budgeted_options(case, tmp_path, budget=budget))
-    check_exact(budgeted, unbudgeted)
-    check_budget(budgeted, budget)
 
 
 class Predictor(nn.Module):

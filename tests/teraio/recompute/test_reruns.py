@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 import planner
-from runtime.transfer import Engine, LinkRates
+from runtime.transfer import Engine
 
 from ...thoroughness import every_other
 from ..parity.harness import train
+from ..virtual import link_rates
 from .programs import PLAIN, PROGRAMS, ROWS, Model, check, follow, lower, one_pass, profiled, program
 
 pytestmark = pytest.mark.usefixtures("same_program_at_every_budget", "deterministic")
@@ -52,14 +53,6 @@ def test_dropout_of_inductor(tmp_path: Path) -> None:
 
 SLOW = 1e7
 """Bytes per second: an activation takes half a second, and a stage takes milliseconds."""
-RATES = LinkRates(
-    write_bytes_per_second=SLOW,
-    read_bytes_per_second=SLOW,
-    write_latency_seconds=0.0,
-    read_latency_seconds=0.0,
-    duplex_write_bytes_per_second=SLOW,
-    duplex_read_bytes_per_second=SLOW,
-)
 
 
 LARGE = program(passes=partial(one_pass, rows=3 * ROWS), options={"solver_time_limit": 3})
@@ -68,7 +61,7 @@ LARGE = program(passes=partial(one_pass, rows=3 * ROWS), options={"solver_time_l
 @pytest.mark.parametrize("recompute", ["auto", "off"])
 def test_a_slow_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, recompute: str) -> None:
     reference = train(LARGE)
-    monkeypatch.setattr(Engine, "measure", lambda *_, **__: RATES)
+    monkeypatch.setattr(Engine, "measure", lambda *_, **__: link_rates(SLOW, SLOW))
     # The policy that recomputes wherever it can: what "ilp" finds depends on how long the machine takes.
     monkeypatch.setattr(planner, "plan", partial(planner.plan, policy="checkpoint"))
     budget = int(0.8 * reference.status.device_peak_bytes)
