@@ -16,7 +16,6 @@ from runtime.system import HostLimit
 from runtime.transfer import Engine, LinkRates
 from teraio.machine import Machine, ResolvedBudgets, Shared, budgets, open_machine
 from teraio.machine.budgets import SeenByRank
-from teraio.machine.machine import io_threads
 from teraio.options import Options, Share, parse_options
 
 from ..virtual import link_rates
@@ -125,17 +124,6 @@ def test_memory_budgets_on_cpu_that_do_not_fit_together_are_warned_of(caplog: py
         "1,202 bytes of main memory together, but have 1,200",
         "1,220 bytes of main memory together, but have 1,200",
     ]
-
-
-def test_io_threads_are_divided() -> None:
-    assert [io_threads(Options(local_ranks=count)) for count in (1, 2, 8)] == [4, 2, 1]
-
-
-def test_what_a_rank_sees_survives_the_way_to_the_others() -> None:
-    one = SeenByRank(
-        drives=(3, 4), free=5, available=6, resident=7, gpu=2, gpu_free=1, memory_budget=9, storage_budget=8, outputs=("/a",)
-    )
-    assert SeenByRank.model_validate_json(one.model_dump_json()) == one
 
 
 # -- the machine: what the trace says of it follows from what was measured, and from the way that was taken

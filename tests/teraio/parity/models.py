@@ -113,7 +113,7 @@ class SparseEmbedding(nn.Module):
 class Wide(nn.Module):
     """Residual layer on [batch, 64], 4096 wide inside: weights of 1 MiB, an activation of 16 KiB per row."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
         self.dropout = nn.Dropout(dropout)

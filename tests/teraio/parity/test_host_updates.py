@@ -177,17 +177,14 @@ def test_groups_clipping_a_schedule_and_accumulated_gradients(tmp_path: Path) ->
     assert updates and away[-1] > 0
 
 
-@pytest.mark.parametrize("why", ["the option", "deterministic algorithms"])
-def test_switched_off(why: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_switched_off(tmp_path: Path) -> None:
+    """By the option. By deterministic algorithms: `../optimizer/test_host.py`."""
     case = small("AdamW", steps=8, planned=True)
     trace = tmp_path / "trace.json"
     options = {**share_of_peak(case, tmp_path, 0.6), "host_budget": HOST_BYTES, "trace_out": trace}
-    expected = reference(case)
-    if why != "the option":
-        request.getfixturevalue("deterministic")
-    found = train(case, options=options | {"host_updates": why != "the option"})
+    found = train(case, options=options | {"host_updates": False})
     assert all(subgroup.host_seconds is None for subgroup in planner.Trace.load(trace).subgroups)
-    check_exact(found, expected)
+    check_exact(found, reference(case))
 
 
 # -- updates that fail, come late or do not come to pass

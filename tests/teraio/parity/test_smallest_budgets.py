@@ -18,7 +18,6 @@ from .harness import (
     MIB,
     Case,
     Result,
-    Run,
     budgeted_options,
     check_budget,
     check_exact,
@@ -26,6 +25,7 @@ from .harness import (
     train,
     unmanaged,
 )
+from .loops import with_closure
 from .models import WIDTH, WITHOUT_REENTRY, ConvNet, Transformer, checkpointed, images, tokens
 from .optimizers import Layers, small
 
@@ -79,14 +79,6 @@ class Wide(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x
-
-
-def with_closure(run: Run, x: Tensor, index: int) -> None:
-    def closure() -> Tensor:
-        run.optimizer.zero_grad()
-        return run.backward(x).detach()
-
-    run.optimizer.step(closure)
 
 
 def muon(module: nn.Module) -> list[Optimizer]:

@@ -119,16 +119,6 @@ def test_passes_of_inference_end_iterations_where_nothing_trains(border: Iterati
     assert ends(border, optimizer) == [True] and not any(infer(border, 40))
 
 
-def test_several_ends_make_one(border: IterationBorder) -> None:
-    optimizer = SGD([weight()])
-    assert ends(border, optimizer) == [True]
-    border.period = 3
-    assert ends(border, *[optimizer] * 6) == [False, False, True] * 2
-    assert [border.tell() for _ in range(4)] == [False, False, True, False]
-    border.period = 1
-    assert border.tell()
-
-
 def test_steps_take_over_from_passes_and_the_user_from_both(border: IterationBorder) -> None:
     optimizer = SGD([weight()])
     assert passes(border, 5)[-1]
