@@ -18,24 +18,6 @@ from ..traces import CHAIN, CHAIN_FILE, edited, fact, file_of, has_line, planned
 # -- traces
 
 
-@pytest.mark.parametrize(
-    ("name", "floor_bytes", "peak_bytes"),
-    [
-        ("chain", 10, 30),
-        ("swap", 30, 60),
-        ("wrap", 15, 25),
-        ("two_tiers", 20, 40),
-        ("host_update", 40, 60),
-    ],
-)
-def test_floor_and_peak(run: RunCommand, name: str, floor_bytes: int, peak_bytes: int) -> None:
-    summary = run("inspect", file_of(name), "--json").json
-    assert (summary["floor_bytes"], summary["peak_bytes"]) == (floor_bytes, peak_bytes)
-    too_little = run("plan", file_of(name), "--device", floor_bytes - 1)
-    assert too_little.code == 1 and f"{summary['floor_stage']!r} needs {floor_bytes} B at once;" in too_little.err
-    assert run("plan", file_of(name), "--device", floor_bytes).code == 0
-
-
 def test_a_trace(run: RunCommand) -> None:
     text = run("inspect", file_of("clean_and_dirty")).out
     assert fact(text, "trace") == "clean_and_dirty" and fact(text, "without waiting") == "4.00 s"

@@ -95,7 +95,6 @@ class Training(ManagedTraining):
         *,
         budget_bytes: int | None,
         gpu: bool = False,
-        automatic: bool = True,
         device: Device | None = None,
         mover: Mover | None = None,
         parameters: list[nn.Parameter] | None = None,
@@ -112,7 +111,6 @@ class Training(ManagedTraining):
             pager,
             square_parameters(count) if parameters is None else parameters,
             name="layer.{}".format,
-            automatic=automatic,
             sizes=sizes or SubgroupSizes(min_bytes=SIZE),
         )
 

@@ -119,15 +119,6 @@ def test_what_other_optimizers_update_counts_whichever_steps_first(started: Star
     assert alone < together == best(machine, "host", 1e-3, 4 * GIB, total=4 * sum(SIZES))
 
 
-def test_costly_updates_and_slow_links_give_larger_and_smaller_subgroups() -> None:
-    def chosen(rate: float, seconds: float, room: int = 64 * GIB) -> int:
-        return SubgroupSizes(lambda: hardware({"host": rate}), measure=Measured(seconds)).choose(adam(), SIZES, room, pager())
-
-    assert chosen(1e9, 1e-4) < chosen(1e10, 1e-4) < chosen(1e10, 1e-2)
-    assert chosen(1e10, 1.0, room=GIB) == GIB // 8
-    assert chosen(1e7, 1e-6) == MIN_SUBGROUP_BYTES
-
-
 @pytest.mark.parametrize(("host_bytes", "tier"), [(4 * GIB, "host"), (4 * GIB - 1, "storage")])
 def test_the_links_are_those_of_the_tier_that_holds_the_states(host_bytes: int, tier: str) -> None:
     machine = hardware({"host": 2e10, "storage": 1e9}, host_bytes)
