@@ -192,6 +192,17 @@ class Aliases(nn.Module):
         return self.last(mixed), hidden, hidden[:, ::2], hidden.t()
 
 
+class Predictor(nn.Module):
+    """Words [length] to a loss over a vocabulary: backward needs more than forward."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(self.embed(words)), words)
+
+
 def tokens(steps: int, *, batch: int = 8, time: int = 128) -> list[Batch]:
     """Random bytes to be predicted one ahead: (inputs, targets), both [batch, time]."""
     generator = torch.Generator().manual_seed(11)

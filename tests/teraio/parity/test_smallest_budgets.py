@@ -26,7 +26,7 @@ from .harness import (
     unmanaged,
 )
 from .loops import with_closure
-from .models import WIDTH, WITHOUT_REENTRY, ConvNet, Transformer, checkpointed, images, tokens
+from .models import WIDTH, WITHOUT_REENTRY, ConvNet, Predictor, Transformer, checkpointed, images, tokens
 from .optimizers import Layers, small
 
 pytestmark = [pytest.mark.usefixtures("fine_and_quick"), compiled_input_needs_grad]
@@ -217,18 +217,6 @@ def test_checkpoints_do_not_make_the_smallest_budget_larger(tmp_path: Path) -> N
 # -- losses and sequences
 
 
-class Predictor(nn.Module):
-    """Words [length] to a loss over a vocabulary: backward needs more than forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(2048, 64), nn.Linear(64, 2048, bias=False)
-
-    def forward(self, words: Tensor) -> Tensor:
-        logits = self.head(self.embed(words))
-        return nn.functional.cross_entropy(logits, words)
-
-
 def test_an_error_says_what_longer_sequences_need(tmp_path: Path) -> None:
     def refused(model: nn.Module, words: Tensor) -> teraio.BudgetError:
         with pytest.raises(teraio.BudgetError) as caught:
@@ -237,7 +225,7 @@ def test_an_error_says_what_longer_sequences_need(tmp_path: Path) -> None:
 
     def made(budget: int) -> nn.Module:
         forget()
-        model: nn.Module = compiled(Predictor(), {"storage": str(tmp_path), "memory_budget": budget}, dynamic=True)
+        model: nn.Module = compiled(Predictor(2048, 64), {"storage": str(tmp_path), "memory_budget": budget}, dynamic=True)
         return model
 
     short, long = (torch.arange(length) for length in (256, 2048))
