@@ -122,11 +122,13 @@ class Chain(nn.Module):
         return x
 
 
-def weights_of_1_mib(options: Mapping[str, Any], *, count: int = 24, **sgd: Any) -> Training:
-    """Begin to train so many weights of 1 MiB by SGD with those settings, on `random_rows`, by `mean_square_step`."""
+def weights_of_1_mib(
+    options: Mapping[str, Any] | None, *, count: int = 24, kind: Callable[..., Optimizer] = torch.optim.SGD, **settings: Any
+) -> Training:
+    """Begin to train so many weights of 1 MiB by an optimizer with those settings, on `random_rows`, by `mean_square_step`."""
     return begin(
         lambda: nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(count)]),
-        lambda module: [torch.optim.SGD(module.parameters(), lr=0.1, **sgd)],
+        lambda module: [kind(module.parameters(), **{"lr": 0.1, **settings})],
         options,
     )
 

@@ -181,3 +181,27 @@ def test_what_is_made_of_result_files_is_up_to_date() -> None:
 def test_every_result_file_is_named_by_a_page() -> None:
     text = "".join(page.text for page in PAGES)
     assert [file for file in results_pages.result_files() if file not in text] == [], "name them, or remove them"
+
+
+# -- the notebook runs from its first cell to its last, without Jupyter, and shows the page at its end
+
+LAYERS = "in range(10))"
+"""Of the notebook's model; half of them show the same in half the time."""
+NOTEBOOK = ROOT / "examples" / "half_the_memory.ipynb"
+IPYTHON = """
+import sys, types
+shown = []
+sys.modules["IPython"] = sys.modules["IPython.display"] = types.SimpleNamespace(HTML=shown.append)
+"""
+
+
+def test_the_notebook_runs(tmp_path: Path, forking: Forking) -> None:
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells), "no results of some machine"
+    code = "\n".join(["".join(cell["source"]) for cell in cells])
+    assert LAYERS in code
+    code = code.replace(LAYERS, "in range(5))")
+    begin = f"import os; os.chdir({str(tmp_path)!r})\n{IPYTHON}"
+    status, printed, errors = forking.run(f"{begin}\n{code}\nprint(len(shown[0]) > 10_000)", TERAIO_CODEGEN="eager")
+    assert (status, printed.splitlines()[-1:]) == (0, ["True"]), errors
+    assert "phase 'planned'" in printed and ": after " in printed

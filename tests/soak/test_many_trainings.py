@@ -15,9 +15,8 @@ import torch
 import teraio
 
 from ..thoroughness import by_profile
-from ..training import forget
-from .process import MIB, Holdings
-from .twins import Model, rows
+from ..training import MIB, forget
+from .twins import Holdings, Model, rows
 
 KINDS: list[tuple[dict[str, Any], type[torch.optim.Optimizer]]] = [
     ({"memory_budget": 14 * MIB, "storage": True}, torch.optim.AdamW),

@@ -16,9 +16,8 @@ from torch import Tensor
 import teraio
 
 from ..thoroughness import by_profile
-from ..training import unequal
-from .process import MIB, Holdings
-from .twins import Model, Twin
+from ..training import MIB, unequal
+from .twins import Holdings, Model, Twin
 
 ITERATIONS = by_profile(ci=60, long=2000)
 ACTIONS = {"iterate": 100, "evaluate": 8, "save": 4, "resume": 2, "budget": 4, "by hand": 4, "optimizer": 1, "reset": 1}

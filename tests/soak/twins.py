@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import io
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
+
+from ..training import MIB
 
 WIDTH, ROWS = 512, 16
 
@@ -117,3 +122,34 @@ def tensors(found: Any) -> list[Tensor]:
         return [found.detach().clone()]
     entries = found.values() if isinstance(found, dict) else found if isinstance(found, list) else []
     return [tensor for entry in entries for tensor in tensors(entry)]
+
+
+# -- what this process holds of the system
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """resident_bytes: of this process. disk_bytes: of the files under the directory that was given. children: processes."""
+
+    resident_bytes: int
+    descriptors: int
+    threads: int
+    children: int
+    disk_bytes: int
+
+    @classmethod
+    def now(cls, folder: Path) -> Holdings:
+        """Collect garbage first."""
+        gc.collect()
+        process = psutil.Process()
+        return cls(
+            resident_bytes=process.memory_info().rss,
+            descriptors=process.num_fds(),
+            threads=process.num_threads(),
+            children=len(process.children(recursive=True)),
+            disk_bytes=sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file()),
+        )
+
+    def __str__(self) -> str:
+        parts = {**asdict(self), "resident_bytes": f"{self.resident_bytes / MIB:.0f} MiB"}
+        return ", ".join(f"{name.removesuffix('_bytes')} {part}" for name, part in parts.items())

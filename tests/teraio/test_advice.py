@@ -19,9 +19,9 @@ from .conftest import RunCommand
 MIB = 1 << 20
 
 
-def training(*, storage_rate: float = 1e8, host: bool = True) -> planner.Trace:
+def training(*, host: bool = True) -> planner.Trace:
     """Two layers, each with a parameter, an activation, a gradient and a state; one update at the end."""
-    rates = {"device->storage": storage_rate, "storage->device": storage_rate}
+    rates = {"device->storage": 1e8, "storage->device": 1e8}
     rates |= {"device->host": 1e9, "host->device": 1e9} if host else {}
     machine = {**links(rates), "host_memory_bytes": 1 << 30 if host else 0, "storage_bytes": 1 << 34}
     stages = [{**stage, "name": name} for stage, name in zip(staged("ffbbo"), ("f0", "f1", "b1", "b0", "o"), strict=True)]

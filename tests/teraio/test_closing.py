@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import os
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import teraio
-from runtime.paging import State
+from runtime.paging import Block, State
+from teraio.profiling import StageRecord, recorder
+from teraio.registry import REGISTRY
+from teraio.stages import CutPolicy
 
 from ..training import MIB, Training, compiled, mean_square_step, pagers, random_rows, unequal, weights_of_1_mib
 
@@ -131,3 +138,71 @@ def test_a_tensor_that_no_run_takes_over_is_left_alone(tmp_path: Path) -> None:
     other.run(random_rows(2), functools.partial(mean_square_step, other))
     teraio.reset()
     assert not unequal(weights(training), kept)
+
+
+# -- passes without an optimizer step between them: what is kept of them does not grow with their number
+
+WATCHED = (StorageWeakRef, Block, StageRecord)
+
+
+@pytest.fixture
+def six_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Training]:
+    """Begins to train six weights of 1 MiB under a budget, with a stage for each. Outputs are under 1 MiB for up to 511 rows."""
+    policy = CutPolicy(shortest_seconds=1e-9)
+    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, cut_policy=policy))
+    return lambda budget: weights_of_1_mib({"memory_budget": budget, "storage": tmp_path}, count=6)
+
+
+def evaluate(training: Training, *, passes: int) -> None:
+    with torch.no_grad():
+        for _ in range(passes):
+            training.model(torch.ones(16, 512))
+
+
+def update_by_hand(training: Training) -> None:
+    """A step that is none of torch.optim."""
+    training.model(torch.ones(16, 512)).square().mean().backward()
+    with torch.no_grad():
+        for weight in training.module.parameters():
+            weight.sub_(weight.grad, alpha=0.1)
+            weight.grad = None
+
+
+def kept() -> Counter[type]:
+    """How many objects of each watched type are alive."""
+    gc.collect()
+    return Counter(type(thing) for thing in gc.get_objects() if type(thing) in WATCHED)
+
+
+def test_evaluations_between_two_steps_keep_nothing(six_layers: Callable[[int], Training]) -> None:
+    training = six_layers(4 * MIB)
+    training.run(random_rows(1), functools.partial(mean_square_step, training))
+    evaluate(training, passes=70)
+    before = kept()
+    evaluate(training, passes=40)
+    assert not kept() - before, "what earlier tests have left may go"
+    assert training.progress[-1][0].moved_bytes["storage->device"] > 0
+
+
+def test_evaluations_without_any_step_keep_nothing(six_layers: Callable[[int], Training]) -> None:
+    """First passes are recorded, but no reference to a dead storage is kept of them; later ones are not."""
+    training = six_layers(4 * MIB)
+    evaluate(training, passes=10)
+    before = kept()
+    evaluate(training, passes=20)
+    assert kept()[StorageWeakRef] == before[StorageWeakRef] and kept()[StageRecord] > before[StageRecord]
+    evaluate(training, passes=40)
+    before = kept()
+    evaluate(training, passes=40)
+    assert not kept() - before, "what earlier tests have left may go"
+
+
+def test_own_updates_keep_nothing(six_layers: Callable[[int], Training], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_MOST_STAGES", 100)
+    training = six_layers(8 * MIB)
+    for _ in range(15):  # how often updates repeat is known after ten or so; records of fewer iterations are kept from then on
+        update_by_hand(training)
+    before = kept()
+    for _ in range(20):
+        update_by_hand(training)
+    assert not kept() - before, "what earlier tests have left may go"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import random
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from runtime.storage import Chunk, HostStore, PosixStore, Slot
 from teraio.machine import cpu
 
 from ..thoroughness import by_profile
-from ..training import Training, begin, blocks, random_rows, spill_files, unequal
+from ..training import Training, begin, blocks, random_rows, spill_files, unequal, weights_of_1_mib
 
 # -- activations, which only teraio knows of
 
@@ -114,12 +115,7 @@ PAGE = 4096
 STEPS = 6
 
 
-def start_adamw(options: Mapping[str, Any]) -> Training:
-    return begin(
-        lambda: nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)]),
-        lambda module: [torch.optim.AdamW(module.parameters(), lr=0.01)],
-        options,
-    )
+start_adamw = functools.partial(weights_of_1_mib, count=8, kind=torch.optim.AdamW, lr=0.01)
 
 
 def all_values(training: Training) -> list[Tensor]:

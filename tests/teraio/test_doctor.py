@@ -13,8 +13,8 @@ from runtime.system import storage_swap
 from teraio.capturing import MachineDescription
 from teraio.doctor import Examination, Finding, examine
 
-from .cli.facts import fact
 from .conftest import RunCommand
+from .traces import fact
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner import StorageError, UnsupportedError
+from planner import StorageError
 from teraio.machine import Shared
 from teraio.options import Options
 from teraio.ranks import RankGroup
@@ -70,16 +70,6 @@ def test_equal_options_share_a_run_and_all_runs_share_what_was_measured(registry
     other.new_run = Run
     assert registry.run_for(Options(), CPU) is not other.run_for(Options(), CPU)
     assert registry.shared is not other.shared and registry.shared.ownership is not other.shared.ownership
-
-
-def test_optimizers_are_managed_by_later_runs_too(registry: Registry) -> None:
-    early: Any = registry.run_for(Options(), CPU)
-    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
-    registry.manage_optimizer(sgd)
-    later: Any = registry.run_for(Options(checksums=True), CPU)
-    assert early.managed == later.managed == [sgd]
-    with pytest.raises(UnsupportedError, match="found list, wanted a torch.optim.Optimizer; give the optimizer inside"):
-        registry.manage_optimizer([sgd])  # type: ignore[arg-type]
 
 
 def test_runs_that_were_not_used_are_closed(registry: Registry) -> None:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ from torch import Tensor, nn
 
 from examples.memory import resident_bytes, watched
 
-from ..training import MIB, Training, begin, mean_square_step, pagers, unequal, weights_of_1_mib
+from ..training import MIB, Training, begin, mean_square_step, pagers, unequal
 
 WEIGHT = 8 * MIB
 NOISE = 4 * MIB
@@ -117,79 +113,3 @@ def test_a_checkpoint_is_loaded_where_its_tensors_wait(tmp_path: Path) -> None:
 
 
 # -- saves that break
-
-
-def save_whole(state: Any, path: Path, opened: Callable[[Path], BinaryIO] = lambda path: path.open("wb")) -> None:
-    """Write beside the last checkpoint, and take its place when all of it is on the drive."""
-    beside = path.with_name(path.name + ".new")
-    with opened(beside) as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-
-
-class Dying:
-    """A file that kills the process when so many bytes were written."""
-
-    def __init__(self, path: Path, after_bytes: int) -> None:
-        self._file = path.open("wb")
-        self._left = after_bytes
-
-    def write(self, data: Any) -> int:
-        self._left -= memoryview(data).nbytes
-        if self._left < 0:
-            self._file.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self._file.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def __enter__(self) -> Dying:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-
-def step_and_state(folder: Path) -> tuple[Training, Callable[[], dict[str, Any]]]:
-    training = weights_of_1_mib({"memory_budget": 16 * MIB, "storage": folder}, momentum=0.9)
-    return training, lambda: {"model": training.module.state_dict(), "optimizer": training.optimizers[0].state_dict()}
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_kill_while_saving_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
-    training, state = step_and_state(tmp_path)
-    batches = itertools.cycle([torch.ones(16, 512)])
-    training.run(itertools.islice(batches, 2), functools.partial(mean_square_step, training))
-    path = tmp_path / "last.pt"
-    save_whole(state(), path)
-    expected = [weight.detach().clone() for weight in training.module.parameters()]
-    training.run(itertools.islice(batches, 1), functools.partial(mean_square_step, training))
-    child = os.fork()
-    if child == 0:  # pragma: no cover
-        save_whole(state(), path, lambda beside: Dying(beside, 20 * MIB))  # type: ignore[arg-type, return-value]
-        os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    assert 0 < (tmp_path / "last.pt.new").stat().st_size < path.stat().st_size
-    loaded = torch.load(path)
-    assert not unequal(list(loaded["model"].values()), expected)
-
-
-def test_training_goes_on_after_a_drive_was_full(tmp_path: Path) -> None:
-    found = []
-    for fails in (False, True):
-        training, state = step_and_state(tmp_path)
-        torch.manual_seed(1)
-        for _ in range(3):
-            training.run([torch.randn(16, 512)], functools.partial(mean_square_step, training))
-            if fails:
-                with pytest.raises(OSError, match="No space left on device"):
-                    save_whole(state(), tmp_path / "last.pt", lambda beside: open("/dev/full", "wb", buffering=0))
-                with pytest.raises(RuntimeError, match="inline_container"):  # PyTorch's own words for the same
-                    torch.save(state(), "/dev/full")
-        found.append(list(training.finish().values()))
-    assert not unequal(*found)
-    assert not (tmp_path / "last.pt").exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 from planner import Budgets, Plan, Trace, plan
@@ -34,3 +36,25 @@ def saved(folder: Path, traced: Trace, made: Plan | None = None) -> tuple[Path, 
     if made is not None:
         made.save(folder / "plan.json")
     return folder / "trace.json", folder / "plan.json"
+
+
+# -- what the command line prints, taken apart; and files that are changed a little
+
+
+def fact(output: str, name: str) -> str:
+    """The value that stands beside `name`."""
+    found = re.findall(rf"^{re.escape(name)} +(.*)$", output, re.MULTILINE)
+    assert len(found) == 1, f"{name!r} occurs {len(found)} times in:\n{output}"
+    return str(found[0])
+
+
+def has_line(output: str, pattern: str) -> bool:
+    """Whether a whole line is so."""
+    return re.search(f"^{pattern}$", output, re.MULTILINE) is not None
+
+
+def edited(path: Path, **changes: object) -> Path:
+    """The JSON file again beside it, with some fields replaced."""
+    copy = path.parent / f"edited.{path.name}"
+    copy.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return copy

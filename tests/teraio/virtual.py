@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ from runtime.device import WallMark
 from runtime.device import device as device_module
 from runtime.execution import Phase, StageRun
 from runtime.paging import Block, Done, Pager
+from runtime.transfer import LinkRates
 from teraio.following import IterationObserver
 from teraio.profiling import Iteration, Profile, build_profile
 
@@ -149,14 +150,39 @@ class VirtualTraining:
         return profile_of(iterations[1:], hardware=hardware(rates))
 
 
-def hardware(rates: Mapping[str, float]) -> Hardware:
-    """A machine with links of these bytes per second, by name."""
+def hardware(rates: Mapping[str, float], *, latency: float = 0.0, **sizes: int) -> Hardware:
+    """A machine with links of these bytes per second, by name. sizes: of its other memory."""
     ends = {link: link.split("->") for link in rates}
     links = tuple(
-        Link(from_tier=ends[link][0], to_tier=ends[link][1], bytes_per_second=rate)  # type: ignore[arg-type]
+        Link(from_tier=ends[link][0], to_tier=ends[link][1], bytes_per_second=rate, latency_seconds=latency)  # type: ignore[arg-type]
         for link, rate in rates.items()
     )
-    return Hardware(name="made up", device_memory_bytes=1 << 30, links=links)
+    return Hardware(name="made up", device_memory_bytes=1 << 30, links=links, **sizes)
+
+
+def link_rates(write: float, read: float, *, latency: float = 0.0, duplex: tuple[float, float] | None = None) -> LinkRates:
+    """What an engine measures, in bytes per second. duplex: of both ways at once, if that is less."""
+    both = duplex or (write, read)
+    return LinkRates(
+        write_bytes_per_second=write,
+        read_bytes_per_second=read,
+        write_latency_seconds=latency,
+        read_latency_seconds=latency,
+        duplex_write_bytes_per_second=both[0],
+        duplex_read_bytes_per_second=both[1],
+    )
+
+
+def for_each_iteration(patch: pytest.MonkeyPatch, act: Callable[[Iteration], None]) -> None:
+    """Call `act` with each iteration that ends."""
+    ends = IterationObserver.iteration_ends
+
+    def ending(observer: IterationObserver, **how: bool) -> Iteration:
+        iteration = ends(observer, **how)
+        act(iteration)
+        return iteration
+
+    patch.setattr(IterationObserver, "iteration_ends", ending)
 
 
 MACHINE = hardware({})

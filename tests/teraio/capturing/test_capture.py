@@ -20,10 +20,12 @@ import planner
 import teraio
 from runtime.execution import Program
 from teraio.capturing import GpuModel, MachineDescription, capture, hardware, known_machines, pretended_gpu
-from teraio.stages import Kernel, StageCompiler, gpu_speed, operator_kernel, speed_of
+from teraio.stages import Kernel, StageCompiler, operator_kernel
 
 from ..conftest import RunCommand
 from ..optimizer.test_own_optimizers import Mixed
+from ..parity.models import Predictor
+from ..stages.graphs import Embedded
 from ..traces import CHAIN, TRACES
 from . import trainings
 from .trainings import loss_of, tokens, training, transformer, two_layers
@@ -84,13 +86,7 @@ def test_half_precision_weights_with_masters_are_updated_by_subgroups(own: bool,
         compiled = torch.compile(model, backend="teraio")
         optimizer: torch.optim.Optimizer = Mixed(model.parameters()) if own else torch.optim.AdamW(model.parameters())
         teraio.manage_optimizer(optimizer, master_weights=not own, independent="elements" if own else None)
-
-        def step() -> None:
-            compiled(inputs).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
+        return trainings.stepping(lambda: compiled(inputs).float().square().mean().backward(), optimizer)
 
     trace = capture(train, subgroup_bytes=16 * MIB)
     updates = [stage for stage in trace.stages if stage.phase == "optimizer"]
@@ -223,16 +219,10 @@ def test_sizes_and_times_are_functions_of_the_length() -> None:
 
 
 def test_a_budget_has_what_is_too_large_for_it_in_tiles() -> None:
-    class Predictor(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(4096, 128), nn.Linear(128, 4096, bias=False)
-
-        def forward(self, words: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(self.head(self.embed(words)), words)
-
     words = torch.zeros(2048, dtype=torch.long)
-    plain, tiled = (capture(Predictor(), (words,), hardware=on_cpu("h100"), device_bytes=size) for size in (None, 40 << 20))
+    plain, tiled = (
+        capture(Predictor(4096, 128), (words,), hardware=on_cpu("h100"), device_bytes=size) for size in (None, 40 << 20)
+    )
     assert not plain.tiled and {each.what.partition(".")[0] for each in tiled.tiled} == {"forward/head", "backward/head"}
     whole_bytes, _ = planner.floor(plain)
     assert planner.floor(tiled)[0] < 40 << 20 < whole_bytes == pytest.approx(tiled.tiled[0].whole_bytes, rel=0.2)
@@ -449,12 +439,6 @@ def test_what_needs_values_or_random_state_of_a_gpu_alone_is_captured(what: str)
     assert trace.subgroups
 
 
-def test_stages_are_cut_by_the_data_sheet_of_the_machine() -> None:
-    machine = MachineDescription.load("a100")
-    assert machine.speed_of(torch.device("cuda")) == gpu_speed((8, 0), 108, reduced=False)
-    assert machine.speed_of(torch.device("cpu")) == speed_of(torch.device("cpu"))
-
-
 def attention(
     gpu: GpuModel, *, mask: bool = False, key_heads: int = 4, width: int = 64, dtype: torch.dtype = torch.bfloat16
 ) -> str:
@@ -513,24 +497,12 @@ def test_nothing_is_pretended_afterwards_also_if_a_driver_is_needed(fails: bool)
         torch.zeros(1, device="cuda")
 
 
-class Embedded(nn.Module):
-    """An embedding in 16 bits, whose gradient is 62 times as large as all else in its stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(32_000, 64)
-
-    def forward(self, numbers: Tensor) -> Tensor:
-        found: Tensor = self.words(numbers).float().square().mean()
-        return found
-
-
 @pytest.mark.parametrize(("hardware", "indices", "copies"), [("h100", 512, 0), ("h100", 32_000, 2), (on_cpu("h100"), 512, 2)])
 def test_the_gradient_of_an_embedding_has_no_copy_in_32_bits_on_a_gpu(
     hardware: str | MachineDescription, indices: int, copies: int
 ) -> None:
     """As PyTorch's operator adds it up; with more indices than rows, that would need more than the copy."""
-    model = Embedded().to(torch.bfloat16)
+    model = Embedded(32_000)
     trace = capture(model, (torch.zeros(indices, dtype=torch.int64),), hardware=hardware)
     (backward,) = (stage for stage in trace.stages if stage.phase == "backward")
     size, rows = model.words.weight.nbytes, 4 * 2 * 64 * indices

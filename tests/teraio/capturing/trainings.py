@@ -27,19 +27,24 @@ def loss_of(logits: Tensor) -> Tensor:
     return functional.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.long, device=rows.device))
 
 
+def stepping(passes: Callable[..., object], optimizer: torch.optim.Optimizer) -> Callable[..., None]:
+    """A step: the passes, the update, and gradients are gone."""
+
+    def step(*given: int) -> None:
+        passes(*given)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def training(
     options: Mapping[str, Any] | None = None, *, width: int = 512, layers: int = 1, rows: int = 8
 ) -> Callable[[], object]:
     model, given = transformer(width, layers), tokens(rows)
     optimizer = torch.optim.AdamW(model.parameters())
     compiled = torch.compile(model, backend="teraio", options=dict(options or {}))
-
-    def step() -> None:
-        loss_of(compiled(given)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return stepping(lambda: loss_of(compiled(given)).backward(), optimizer)
 
 
 def two_layers(options: Mapping[str, Any] | None = None) -> Callable[[], object]:
@@ -58,15 +63,13 @@ def on_gpu(*, autocast: bool = False, fused: bool | None = True) -> Callable[[],
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     compiled = torch.compile(model, backend="teraio")
 
-    def step() -> None:
+    def passes() -> None:
         with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
             logits = compiled(given)
         loss_of(logits.float()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return step
+    return stepping(passes, optimizer)
 
 
 def on_gpu_as(what: str) -> Callable[[], object]:
@@ -84,14 +87,7 @@ def on_gpu_as(what: str) -> Callable[[], object]:
             return associative_scan(torch.add, layer(hidden), dim=1)
         return layer(hidden) * torch.tensor(2.0, device=hidden.device)
 
-    optimizer = torch.optim.AdamW(layer.parameters())
-
-    def step() -> None:
-        run(hidden).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return stepping(lambda: run(hidden).sum().backward(), torch.optim.AdamW(layer.parameters()))
 
 
 def only_asks() -> Callable[[], object]:
@@ -100,15 +96,13 @@ def only_asks() -> Callable[[], object]:
     run = torch.compile(lambda hidden: layer(hidden).sum(), backend="teraio")
     optimizer, hidden = torch.optim.AdamW(layer.parameters(), fused=True), torch.zeros(64, 1024, device="cuda")
 
-    def step() -> None:
+    def passes() -> None:
         with torch.profiler.record_function("step"):
             loss = run(hidden)
         assert loss.device.type == hidden.t().detach().device.type and torch.empty_like(hidden).shape == hidden.shape
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return step
+    return stepping(passes, optimizer)
 
 
 class Mixer(nn.Module):
@@ -147,15 +141,13 @@ def mixers(checkpointed: str) -> Callable[[], object]:
 
     run = [of(layer) for layer in layers]
 
-    def step() -> None:
+    def passes() -> None:
         hidden = given
         for layer in run:
             hidden = layer(hidden)
         hidden.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return step
+    return stepping(passes, optimizer)
 
 
 class ReadsValues(nn.Module):
@@ -179,15 +171,8 @@ class ReadsValues(nn.Module):
 def reads_values() -> Callable[[], object]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, given = ReadsValues().to(device), torch.zeros(8, 576, device=device)
-    optimizer = torch.optim.AdamW(model.parameters())
     compiled = torch.compile(model, backend="teraio")
-
-    def step() -> None:
-        compiled(given).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return stepping(lambda: compiled(given).sum().backward(), torch.optim.AdamW(model.parameters()))
 
 
 def needs_a_driver() -> Callable[[], object]:
@@ -214,13 +199,7 @@ def reads_the_loss() -> Callable[[], object]:
 
 def compiles_nothing() -> Callable[[], object]:
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-
-    return step
+    return stepping(lambda: model(torch.ones(2, 4)).sum().backward(), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def of_lengths(*, dynamic: bool = True) -> Callable[[int], None]:
@@ -230,11 +209,9 @@ def of_lengths(*, dynamic: bool = True) -> Callable[[int], None]:
     compiled = torch.compile(model, backend="teraio", dynamic=dynamic)
     begun: list[int] = []
 
-    def step(length: int) -> None:
+    def passes(length: int) -> None:
         given = torch.zeros(64, length if begun else 256, dtype=torch.long)
         begun.append(length)
         loss_of(compiled(given)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return step
+    return stepping(passes, optimizer)

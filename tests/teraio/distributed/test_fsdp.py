@@ -15,12 +15,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import planner
 import teraio
 from planner.errors import UnsupportedError
-from teraio.following import IterationObserver
 from teraio.profiling import Iteration
 
 from ...thoroughness import every_other
 from ...training import MIB, forget
 from ..rank_processes import COUNT, Ranks
+from ..virtual import for_each_iteration
 from .trainings import ROWS, WIDTH, Found, Options, adamw, differences, fsdp, full_parameters, one_pass, sharded
 
 BUDGET = 16 * MIB
@@ -55,12 +55,9 @@ def updated_on_host(folder: str, **training: Any) -> tuple[Found, list[Found], l
     Return what was found, what both of the second part come to, and how many updates ran there in each part.
     """
     updates = [0]
-    ends = IterationObserver.iteration_ends
 
-    def counting(self: IterationObserver) -> Iteration:
-        iteration = ends(self)
+    def counting(iteration: Iteration) -> None:
         updates[-1] += sum(stage.on_host for stage in iteration.stages)
-        return iteration
 
     trace, plan = (str(Path(folder) / f"{what}{dist.get_rank()}.json") for what in ("trace", "plan"))
     tiers = {"memory_budget": HOST_BUDGET, "host_budget": 64 * MIB}
@@ -68,7 +65,7 @@ def updated_on_host(folder: str, **training: Any) -> tuple[Found, list[Found], l
     budgets = planner.Budgets(device_bytes=HOST_BUDGET, host_bytes=64 * MIB)
     planner.plan(planner.Trace.load(trace), budgets, policy="host-updates").save(plan)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(IterationObserver, "iteration_ends", counting)
+        for_each_iteration(patch, counting)
         found = fsdp({**tiers, "plan": plan}, **training)
         updates.append(0)
         return found, continued({**tiers, "plan": plan}, None, str(Path(folder) / "checkpoint")), updates

@@ -85,13 +85,6 @@ def test_a_weight_that_gets_other_memory_moves_by_the_plan_again(monkeypatch: py
 # -- corrections
 
 
-def test_as_predicted_nothing_changes(training: VirtualTraining) -> None:
-    running = Following(training, (6, 6))
-    running.run(30)
-    assert running.waited[1:] == [0.0] * 29 and running.asked_for(6) == [6]
-    assert abs(running.drift.iteration) < 1e-9 and running.replans == 0 and running.jobs.asked == []
-
-
 @pytest.mark.parametrize(
     ("weight", "planned", "seconds", "waits_first", "waits_last", "corrected"),
     [

@@ -11,25 +11,18 @@ from pathlib import Path
 import pytest
 
 from planner import Budgets, Plan, Trace, plan
-from runtime.transfer import Engine, LinkRates
+from runtime.transfer import Engine
 from teraio.machine import Machine, Shared
 from teraio.registry import REGISTRY
 
 from ..in_process import InstantJob
 from ..parity.harness import train
 from ..recompute.programs import PLAIN, check
+from ..virtual import link_rates
 
 pytestmark = pytest.mark.usefixtures("same_program_at_every_budget", "deterministic")
 
 TRAINED = replace(PLAIN, steps=16)
-RATES = LinkRates(
-    write_bytes_per_second=4e9,
-    read_bytes_per_second=4e9,
-    write_latency_seconds=0.0,
-    read_latency_seconds=0.0,
-    duplex_write_bytes_per_second=4e9,
-    duplex_read_bytes_per_second=4e9,
-)
 SLOW_READ = 1e6
 """Bytes per second: a block of 1 MiB takes about a second, and all stages together take less, also on a busy machine."""
 BUSY_SECONDS = Machine.busy_seconds
@@ -55,7 +48,7 @@ def test_another_plan_takes_over(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     reference = train(TRAINED)
     budget = int(0.75 * reference.status.device_peak_bytes)
     monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=FirstMovesAll()))
-    monkeypatch.setattr(Engine, "measure", lambda engine: RATES)
+    monkeypatch.setattr(Engine, "measure", lambda engine: link_rates(4e9, 4e9))
     monkeypatch.setattr(REGISTRY, "shared", Shared())
     monkeypatch.setattr(Machine, "busy_seconds", busy_seconds)
     out = {"trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"}

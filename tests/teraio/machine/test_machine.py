@@ -16,8 +16,9 @@ from runtime.system import HostLimit
 from runtime.transfer import Engine, LinkRates
 from teraio.machine import Machine, ResolvedBudgets, Shared, budgets, open_machine
 from teraio.machine.budgets import SeenByRank
-from teraio.machine.machine import io_threads
 from teraio.options import Options, Share, parse_options
+
+from ..virtual import link_rates
 
 DRIVE = (Path("/drive"),)
 
@@ -125,38 +126,16 @@ def test_memory_budgets_on_cpu_that_do_not_fit_together_are_warned_of(caplog: py
     ]
 
 
-def test_io_threads_are_divided() -> None:
-    assert [io_threads(Options(local_ranks=count)) for count in (1, 2, 8)] == [4, 2, 1]
-
-
-def test_what_a_rank_sees_survives_the_way_to_the_others() -> None:
-    one = SeenByRank(
-        drives=(3, 4), free=5, available=6, resident=7, gpu=2, gpu_free=1, memory_budget=9, storage_budget=8, outputs=("/a",)
-    )
-    assert SeenByRank.model_validate_json(one.model_dump_json()) == one
-
-
 # -- the machine: what the trace says of it follows from what was measured, and from the way that was taken
 
 CPU = torch.device("cpu")
-
-
-def rates(duplex_write: float, duplex_read: float) -> LinkRates:
-    return LinkRates(
-        write_bytes_per_second=1e9,
-        read_bytes_per_second=3e9,
-        write_latency_seconds=1e-4,
-        read_latency_seconds=1e-4,
-        duplex_write_bytes_per_second=duplex_write,
-        duplex_read_bytes_per_second=duplex_read,
-    )
 
 
 @dataclass
 class Measured:
     """What engines measure, and how often they did."""
 
-    rates: LinkRates = field(default_factory=lambda: rates(1e9, 3e9))
+    rates: LinkRates = field(default_factory=lambda: link_rates(1e9, 3e9, latency=1e-4))
     times: int = 0
 
 
@@ -187,7 +166,7 @@ def opened(shared: Shared | None = None, **options: object) -> Iterator[Machine]
 def test_drives_that_slow_each_other_down_share_a_rate(
     tmp_path: Path, measured: Measured, duplex_write: float, duplex_read: float, together: float | None
 ) -> None:
-    measured.rates = rates(duplex_write, duplex_read)
+    measured.rates = link_rates(1e9, 3e9, latency=1e-4, duplex=(duplex_write, duplex_read))
     with opened(storage=tmp_path) as machine:
         hardware = machine.hardware()
     assert {link.name: link.bytes_per_second for link in hardware.links} == {"device->storage": 1e9, "storage->device": 3e9}

@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from planner import Hardware, Link
 from planner.errors import StorageError
 from runtime.cpu import CheckedCpuMover, CpuMemory, CpuMover
 from runtime.device import CpuDevice, Device
@@ -20,21 +19,14 @@ from runtime.storage import HostStore, PosixStore, Store
 from runtime.transfer import Engine
 from teraio.following import IterationObserver
 from teraio.optimizer import OptimizerSteps, SubgroupSizes
-from teraio.profiling import Iteration, Profile, build_profile
+from teraio.profiling import Iteration, Profile
 
 from ...runtime.memory_mover import MemoryMover, Stepping
+from ..virtual import IN, OUT, hardware, profile_of
 from .plain_training import KIB, LARGE, SIZE, large_parameters, set_gradients, square_parameters
 
 LARGE_BUDGET = LARGE * 5 // 2
 """For `large_parameters`: parameter, gradient, and half as much: far below parameter, gradient and two states."""
-HARDWARE = Hardware(
-    name="made up",
-    device_memory_bytes=1 << 30,
-    links=(
-        Link(from_tier="device", to_tier="storage", bytes_per_second=1e9),
-        Link(from_tier="storage", to_tier="device", bytes_per_second=1e9),
-    ),
-)
 
 
 class ManagedTraining:
@@ -84,14 +76,8 @@ class ManagedTraining:
         """Of the last two iterations."""
         for iteration in self.iterations:
             iteration.read_times()
-        return build_profile(
-            self.iterations[-2:],
-            name="x",
-            created_by="tests",
-            survivors=set(),
-            fixed_bytes=self.pager.account.unmoved_bytes,
-            hardware=HARDWARE,
-        )
+        machine = hardware({OUT: 1e9, IN: 1e9})
+        return profile_of(self.iterations[-2:], fixed_bytes=self.pager.account.unmoved_bytes, hardware=machine)
 
 
 class AsynchronousDevice(CpuDevice):
@@ -109,7 +95,6 @@ class Training(ManagedTraining):
         *,
         budget_bytes: int | None,
         gpu: bool = False,
-        automatic: bool = True,
         device: Device | None = None,
         mover: Mover | None = None,
         parameters: list[nn.Parameter] | None = None,
@@ -126,7 +111,6 @@ class Training(ManagedTraining):
             pager,
             square_parameters(count) if parameters is None else parameters,
             name="layer.{}".format,
-            automatic=automatic,
             sizes=sizes or SubgroupSizes(min_bytes=SIZE),
         )
 

@@ -19,6 +19,7 @@ import teraio
 
 from ...training import compiled
 from ..parity.harness import Result, Run, compiled_input_needs_grad, one_update, train
+from ..parity.loops import with_closure
 from .overlapped_loops import (
     ALL,
     OVERLAPPED,
@@ -56,14 +57,6 @@ def hooked_step(run: Run, x: Tensor, index: int) -> None:
     if index == 0:
         run.optimizer.register_step_pre_hook(lambda *_: None)
     one_update(run, x, index)
-
-
-def closure(run: Run, x: Tensor, index: int) -> None:
-    def evaluate() -> Tensor:
-        run.optimizer.zero_grad()
-        return run.backward(x)
-
-    run.optimizer.step(evaluate)
 
 
 def clamp_data(run: Run, index: int) -> None:
@@ -157,7 +150,7 @@ def test_refused_with_a_reason(name: str, caplog: pytest.LogCaptureFixture) -> N
     assert re.search(reason, message), message
 
 
-@pytest.mark.parametrize("step", [one_update, closure])
+@pytest.mark.parametrize("step", [one_update, with_closure])
 def test_nothing_in_the_way(step: Step, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="teraio"):
         assert same(step).left == [ALL] * 3 + [set()] * (STEPS - 3)

@@ -212,13 +212,6 @@ def test_what_cannot_be_cut_is_refused_before_anything_changes(started_tiered: S
     assert not differing(everything(optimizer), before)
 
 
-def test_subgroups_stay_the_same_over_the_iterations(started_tiered: StartTiered) -> None:
-    training = started_tiered()
-    train(adamw(training.parameters), 4)
-    assert len({iteration.signature for iteration in training.iterations}) == 1
-    assert [s.name for s in training.iterations[-1].stages if s.elements] == [f"optimizer/subgroup.{n}" for n in range(3)]
-
-
 def test_the_trace_has_no_states_that_stay_away(started_tiered: StartTiered) -> None:
     training = started_tiered()
     optimizer = adamw(training.parameters)

@@ -10,11 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner import Budgets
-from planner import plan as make_plan
 from planner.errors import BudgetError
 from runtime.paging import Block, Pager, State
-from teraio.following import StageSchedule
 from teraio.optimizer.subgroup_steps import GradientVersions
 
 from .managed_training import Start, Training
@@ -132,33 +129,6 @@ def test_the_next_states_are_there_when_an_update_ends(started: Start) -> None:
     watch = watched(training, copies=12)
     assert all(names(number + 1) <= there for number, there in enumerate(watch.there[:7])), watch.there
     assert all(len(there) < 16 for there in watch.there), "because others have left"
-
-
-def test_a_plan_moves_states(started: Start) -> None:
-    """The trace has them as ordinary blocks; the plan for it lets them go and brings them back ahead."""
-    training = started(8, budget_bytes=20 * SIZE)
-    optimizer = torch.optim.AdamW(training.parameters)
-    training.train(optimizer, 4)
-    profile = training.profile()
-    trace = profile.trace
-    states = [block for block in trace.blocks if block.kind == "optimizer_state" and block.movable]
-    assert {block.name for block in states} == set().union(*map(names, range(8)))
-    assert all(b.persistent and b.reads == b.writes and len(b.uses) == 1 and b.size_bytes == SIZE for b in states)
-    assert [block.size_bytes for block in trace.blocks if not block.movable] == [8 * 4]
-    assert [(s.stage, s.elements, s.host_seconds) for s in trace.subgroups] == [(n + 1, 1024, None) for n in range(8)]
-    assert all(s.device_seconds == trace.stages[s.stage].duration_seconds for s in trace.subgroups)
-    assert all({b.id for b in states if b.uses == (s.stage,)} <= set(s.blocks) and len(s.blocks) == 4 for s in trace.subgroups)
-    plan = make_plan(trace, Budgets(device_bytes=20 * SIZE))
-    moved = {trace.blocks[move.block].name for move in plan.moves} & {block.name for block in states}
-    assert moved and not plan.updates
-    schedule = StageSchedule.of(profile, plan)
-    training.recorder.plan.follow(schedule, {number: block for block, number in profile.ids.items() if not block.dead})
-    training.train(optimizer, 3, first=4)
-    training.mover.log.clear()
-    training.train(optimizer, 1, first=7)
-    assert moved <= {entry.removeprefix("in ") for entry in training.mover.log if entry.startswith("in ")}
-    assert same(everything(optimizer), plain(8, square_parameters(8)))
-    assert training.recorder.plan.deviations == 0
 
 
 # -- what user code does

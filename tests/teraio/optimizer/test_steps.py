@@ -8,11 +8,12 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from planner.errors import BudgetError
@@ -20,6 +21,7 @@ from runtime.paging import Pager
 from teraio.optimizer import SubgroupSizes
 from teraio.optimizer.subgroups import cut
 
+from ...training import random_rows, unequal, weights_of_1_mib
 from .managed_training import ManagedTraining, Start
 from .plain_training import (
     OPTIMIZERS,
@@ -105,32 +107,6 @@ def test_parameters_of_others_are_left_alone_and_closing_unhooks() -> None:
 
 
 # -- which optimizers are managed, and how those are that cannot be cut
-
-
-def test_off_and_chosen(started: Start) -> None:
-    training = started(2, budget_bytes=None, automatic=False)
-    optimizer = torch.optim.AdamW(training.parameters)
-    training.train(optimizer, 2)
-    assert training.states() == {} and training.pager.account.fixed_bytes == state_bytes(optimizer)
-    assert all(stage.phase != "optimizer" for iteration in training.iterations for stage in iteration.stages)
-    training.steps.manage(optimizer)
-    assert len(training.states()) == 4 and training.pager.account.fixed_bytes == 2 * 4, "at once"
-    training.train(optimizer, 1, first=2)
-    assert "optimizer" in [stage.phase for stage in training.iterations[-1].stages]
-    assert same(everything(optimizer), plain(3, square_parameters(2)))
-
-
-def test_what_is_chosen_before_its_parameters_are_known(started: Start) -> None:
-    training = started(2, budget_bytes=None)
-    later = square_parameters(2)
-    optimizer = torch.optim.Adagrad(later)
-    training.steps.manage(optimizer)
-    assert training.states() == {}
-    for parameter in later:
-        training.pager.block_of(parameter, name="later", kind="parameter", user_visible=True)
-    training.steps.between_regions()
-    assert set(training.states()) == {"optimizer/later.sum"}
-    assert sum(block.kind == "optimizer_state" for block in training.pager.blocks) == 2
 
 
 class AdamW(Optimizer):
@@ -244,3 +220,50 @@ def test_where_parameters_are_cut() -> None:
     assert subgroups(0, joined={1}) == [[0, 1], [2], [3]]
     assert subgroups(8, joined={2}) == [[0, 1, 2], [3]]
     assert list(cut([], 8)) == []
+
+
+# -- `torch.compile(optimizer.step)`: Dynamo compiles none of teraio's functions, and the bits are those of the plain step
+
+PACKAGES = tuple(str(Path(__file__).parents[3] / name) for name in ("teraio", "runtime", "planner"))
+STEPS = 10
+"""More than Dynamo compiles one function for."""
+
+
+def train(options: dict[str, Any] | None, optimizer: type[torch.optim.Optimizer], compiled: bool, closure: bool) -> list[Tensor]:
+    training = weights_of_1_mib(options, count=3, kind=optimizer, lr=0.01)
+    (stepping,) = training.optimizers
+    step: Callable[..., Any] = torch.compile(stepping.step, backend="eager") if compiled else stepping.step
+
+    def one(batch: Tensor, index: int) -> None:
+        def passes() -> Tensor:
+            stepping.zero_grad()
+            loss = training.model(batch).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        if closure:
+            step(passes)
+        else:
+            passes()
+            step()
+
+    training.run(random_rows(STEPS), one)
+    assert options is None or training.states_moved or optimizer is torch.optim.SGD, "the model is compiled by teraio"
+    return list(training.finish().values())
+
+
+def code_that_dynamo_saw() -> set[tuple[str, str]]:
+    codes = [code for seen in torch._dynamo.convert_frame.input_codes.seen if (code := seen()) is not None]
+    return {(code.co_filename, code.co_name) for code in codes}
+
+
+@pytest.mark.parametrize(("optimizer", "closure"), [(torch.optim.AdamW, True), (torch.optim.SGD, False)])
+def test_dynamo_sees_none_of_teraio_s_functions(
+    optimizer: type[torch.optim.Optimizer], closure: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = train({"memory_budget": "9MiB", "storage": tmp_path}, optimizer, compiled=True, closure=closure)
+    assert code_that_dynamo_saw(), "the step is compiled"
+    assert not [each for each in code_that_dynamo_saw() if each[0].startswith(PACKAGES)]
+    assert "recompile_limit" not in caplog.text
+    assert not unequal(found, train(None, optimizer, compiled=False, closure=closure))

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import planner
 import teraio
-from planner import Hardware, Link, stations_of_step, subgroup_bytes
+from planner import Hardware, stations_of_step, subgroup_bytes
 from planner.subgroup_size import UNMEASURED_BYTES
 from runtime.device import CpuDevice, Device, WallMark
 from runtime.paging import Pager
@@ -25,6 +25,7 @@ from teraio.optimizer.subgroups import MIN_SUBGROUP_BYTES, SubgroupSizes, subgro
 from teraio.options import parse_options
 from teraio.training_run import RunParts, TrainingRun
 
+from .. import virtual
 from ..parity.harness import MIB, check_exact, reference, share_of_peak, train
 from ..parity.optimizers import small
 from .managed_training import Start
@@ -49,12 +50,8 @@ Measure = Callable[[OptimizerFacts, Pager], float]
 
 def hardware(tiers: dict[str, float], host_bytes: int = 64 * GIB) -> Hardware:
     """With links to and from these tiers, of so many bytes per second."""
-    links = tuple(
-        Link(from_tier=a, to_tier=b, bytes_per_second=rate, latency_seconds=1e-4)  # type: ignore[arg-type]
-        for tier, rate in tiers.items()
-        for a, b in (("device", tier), (tier, "device"))
-    )
-    return Hardware(name="made up", device_memory_bytes=GIB, host_memory_bytes=host_bytes, storage_bytes=GIB, links=links)
+    rates = {link: rate for tier, rate in tiers.items() for link in (f"device->{tier}", f"{tier}->device")}
+    return virtual.hardware(rates, latency=1e-4, host_memory_bytes=host_bytes, storage_bytes=GIB)
 
 
 class Measured:
@@ -120,15 +117,6 @@ def test_what_other_optimizers_update_counts_whichever_steps_first(started: Star
         for others in (0, 3 * sum(SIZES))
     )
     assert alone < together == best(machine, "host", 1e-3, 4 * GIB, total=4 * sum(SIZES))
-
-
-def test_costly_updates_and_slow_links_give_larger_and_smaller_subgroups() -> None:
-    def chosen(rate: float, seconds: float, room: int = 64 * GIB) -> int:
-        return SubgroupSizes(lambda: hardware({"host": rate}), measure=Measured(seconds)).choose(adam(), SIZES, room, pager())
-
-    assert chosen(1e9, 1e-4) < chosen(1e10, 1e-4) < chosen(1e10, 1e-2)
-    assert chosen(1e10, 1.0, room=GIB) == GIB // 8
-    assert chosen(1e7, 1e-6) == MIN_SUBGROUP_BYTES
 
 
 @pytest.mark.parametrize(("host_bytes", "tier"), [(4 * GIB, "host"), (4 * GIB - 1, "storage")])

@@ -370,3 +370,21 @@ def generate(run: Run, x: Tensor, index: int) -> None:
 def infer(run: Run, x: Tensor, index: int) -> None:
     with torch.no_grad():
         run.record("output", run.model(x))
+
+
+def closure_of(run: Run, x: Tensor) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        assert torch.is_grad_enabled()
+        run.optimizer.zero_grad()
+        run.kept["loss"] = run.backward(x).detach()
+        return run.kept["loss"]
+
+    return closure
+
+
+def with_closure(run: Run, x: Tensor, index: int) -> None:
+    """Forward and backward run inside the step, as in Lightning's loop; it returns the loss."""
+    count = len(run.losses)
+    loss = run.optimizer.step(closure_of(run, x)) if index % 2 else run.optimizer.step(closure=closure_of(run, x))
+    assert len(run.losses) == count + 1, "the closure has run once"
+    assert loss is run.kept["loss"]

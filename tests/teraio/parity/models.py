@@ -113,7 +113,7 @@ class SparseEmbedding(nn.Module):
 class Wide(nn.Module):
     """Residual layer on [batch, 64], 4096 wide inside: weights of 1 MiB, an activation of 16 KiB per row."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
         self.dropout = nn.Dropout(dropout)
@@ -190,6 +190,17 @@ class Aliases(nn.Module):
         for _ in range(4):
             mixed = torch.tanh(mixed @ self.left) @ self.right / HIDDEN**0.5
         return self.last(mixed), hidden, hidden[:, ::2], hidden.t()
+
+
+class Predictor(nn.Module):
+    """Words [length] to a loss over a vocabulary: backward needs more than forward."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(self.embed(words)), words)
 
 
 def tokens(steps: int, *, batch: int = 8, time: int = 128) -> list[Batch]:

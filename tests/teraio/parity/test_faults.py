@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import os
 import shutil
@@ -20,13 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import planner
 import teraio
 from runtime.storage import file_space
-from teraio.registry import REGISTRY
 
 from ...training import MIB, Training, begin, compiled, forget, mean_square_step, spill_files, unequal
-from ..in_process import InProcessJob
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick")
 
@@ -255,22 +251,6 @@ def test_a_step_hook_that_raises(options: dict[str, Any], when: str) -> None:
 
 
 # -- plans
-
-
-class NoPlan(InProcessJob):
-    """A solver that crashes, is killed or missing."""
-
-    def result(self) -> planner.Plan:
-        raise planner.SolverError("the process that makes the plan ended with status -9")
-
-
-def test_a_solver_that_fails(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=NoPlan))
-    training = start(options)
-    train(training, 0, 8)
-    assert teraio.status()[0].phase == "demand"
-    assert "no plan could be made, blocks go on moving on demand: the process that makes the plan ended" in caplog.text
-    goes_on(training, 8)
 
 
 def test_a_plan_for_another_training(options: dict[str, Any], tmp_path: Path) -> None:

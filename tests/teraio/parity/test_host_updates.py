@@ -14,19 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 import planner
 from planner.errors import StorageError
 from runtime.paging import Pager, State
-from teraio.following import IterationObserver
 from teraio.optimizer import OptimizerFacts, subgroup_steps
 from teraio.optimizer.host import HostUpdate, HostUpdates
 from teraio.profiling import Iteration
 
 from ...thoroughness import by_profile
 from ...training import known_blocks
-from .harness import MIB, Case, Result, Run, check_exact, one_update, reference, share_of_peak, train, unmanaged
+from ..virtual import for_each_iteration
+from .harness import MIB, Case, Result, Run, check_exact, one_update, reference, share_of_peak, train
 from .optimizers import KINDS, small
 
 STEPS = by_profile(ci=16, long=50)
@@ -130,7 +129,7 @@ def test_all_optimizers(kind: str, tmp_path: Path) -> None:
 def test_some_here_some_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters are asked for back when the plan expects them to be updated, which may be too early; and waiting is no work."""
     done = slow_down(monkeypatch, 0.02)
-    begin, ends = HostUpdates.begin, IterationObserver.iteration_ends
+    begin = HostUpdates.begin
     begun: list[bool] = []
     waited: list[tuple[float, int]] = []
 
@@ -139,15 +138,13 @@ def test_some_here_some_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         begun.append(update is not None)
         return update
 
-    def ending(self: IterationObserver) -> Iteration:
-        iteration = ends(self)
+    def ending(iteration: Iteration) -> None:
         count = sum(stage.on_host for stage in iteration.stages)
         if count:
             waited.append((iteration.waited_seconds, count))
-        return iteration
 
     monkeypatch.setattr(HostUpdates, "begin", noting)
-    monkeypatch.setattr(IterationObserver, "iteration_ends", ending)
+    for_each_iteration(monkeypatch, ending)
     expected, found = on_host(small("AdamW", steps=16, layers=4), tmp_path, policy="stride-2")
     check_near(found, expected)
     assert sum(begun) > 12 and len(done) == sum(begun) and None not in done
@@ -180,46 +177,14 @@ def test_groups_clipping_a_schedule_and_accumulated_gradients(tmp_path: Path) ->
     assert updates and away[-1] > 0
 
 
-def test_checkpoints(tmp_path: Path) -> None:
-    """Saved half-way from where the states wait, and loaded by the other side."""
-    file = tmp_path / "checkpoint.pt"
-
-    def saving(run: Run, x: Tensor, index: int) -> None:
-        one_update(run, x, index)
-        if index == 11:
-            torch.save((run.module.state_dict(), run.optimizer.state_dict()), file)
-
-    def loading(run: Run, x: Tensor, index: int) -> None:
-        if index == 0:
-            model, optimizer = torch.load(file)
-            run.module.load_state_dict(model)
-            run.optimizer.load_state_dict(optimizer)
-        one_update(run, x, index)
-
-    first, second = small("AdamW", step=saving), small("AdamW", step=loading)
-    unmanaged(first)
-    saved = torch.load(file)
-    expected, found = on_host(second, tmp_path)
-    check_near(found, expected)
-    assert updates
-    on_host(first, tmp_path)
-    assert updates
-    pairs = zip(tree_leaves(torch.load(file)), tree_leaves(saved), strict=True)
-    assert all(far(a, b) <= TOLERANCE for a, b in pairs if isinstance(a, Tensor))
-    check_near(unmanaged(second), expected)
-
-
-@pytest.mark.parametrize("why", ["the option", "deterministic algorithms"])
-def test_switched_off(why: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_switched_off(tmp_path: Path) -> None:
+    """By the option. By deterministic algorithms: `../optimizer/test_host.py`."""
     case = small("AdamW", steps=8, planned=True)
     trace = tmp_path / "trace.json"
     options = {**share_of_peak(case, tmp_path, 0.6), "host_budget": HOST_BYTES, "trace_out": trace}
-    expected = reference(case)
-    if why != "the option":
-        request.getfixturevalue("deterministic")
-    found = train(case, options=options | {"host_updates": why != "the option"})
+    found = train(case, options=options | {"host_updates": False})
     assert all(subgroup.host_seconds is None for subgroup in planner.Trace.load(trace).subgroups)
-    check_exact(found, expected)
+    check_exact(found, reference(case))
 
 
 # -- updates that fail, come late or do not come to pass
@@ -287,7 +252,7 @@ def test_a_step_that_fails_leaves_no_update_behind(tmp_path: Path, monkeypatch: 
 def test_blocks_that_do_not_get_there_update_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if that turns out late; and not only once."""
     case = small("AdamW")
-    ends, run_step = IterationObserver.iteration_ends, subgroup_steps.run_step
+    run_step = subgroup_steps.run_step
     refused, seconds = [], []
 
     def refuse(self: Any, blocks: Any) -> None:
@@ -298,14 +263,9 @@ def test_blocks_that_do_not_get_there_update_on_the_device(tmp_path: Path, monke
         if any(parameter.numel() for group in facts.optimizer.param_groups for parameter in group["params"]):
             time.sleep(0.005)
 
-    def ending(self: IterationObserver) -> Iteration:
-        iteration = ends(self)
-        seconds.append([stage.seconds for stage in iteration.stages if stage.elements])
-        return iteration
-
     monkeypatch.setattr("runtime.paging.around.Lending.lend_memory", refuse)
     monkeypatch.setattr(subgroup_steps, "run_step", slow)
-    monkeypatch.setattr(IterationObserver, "iteration_ends", ending)
+    for_each_iteration(monkeypatch, lambda i: seconds.append([stage.seconds for stage in i.stages if stage.elements]))
     expected, found = on_host(case, tmp_path)
     assert refused and not updates
     assert min(seconds[-1]) > 0.005, "what the device did in the end is measured as ever"

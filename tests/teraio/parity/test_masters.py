@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import teraio
-from teraio.following import IterationObserver
 from teraio.optimizer import HostRates
-from teraio.profiling import Iteration
 
 from ...thoroughness import by_profile
+from ..virtual import for_each_iteration
 from .harness import MIB, Case, Result, Run, budgeted_options, check_exact, one_update, train
 from .optimizers import KINDS, Layers, small
 
@@ -125,15 +124,8 @@ def test_subgroups_that_update_on_the_host(monkeypatch: pytest.MonkeyPatch) -> N
     """A plan that has it for free there; on the CPU fused AdamW is the same code on both sides."""
     wide = partial(Layers, hidden=8192)  # so that parameters in half precision are blocks
     monkeypatch.setattr(HostRates, "seconds", lambda self, optimizer, dtype, elements: 1e-9)
-    ends = IterationObserver.iteration_ends
     on_host: list[int] = []
-
-    def noting(self: IterationObserver, **named: bool) -> Iteration:
-        iteration = ends(self, **named)
-        on_host.append(sum(stage.on_host for stage in iteration.stages))
-        return iteration
-
-    monkeypatch.setattr(IterationObserver, "iteration_ends", noting)
+    for_each_iteration(monkeypatch, lambda iteration: on_host.append(sum(stage.on_host for stage in iteration.stages)))
     options = {"memory_budget": 16 * MIB, "host_budget": 64 * MIB, "profile_iterations": 2, "solver_time_limit": 2}
     found = train(case("AdamW fused", BF16, 16, how="masters", model=wide, planned=True), options=options)
     assert found.status.phase == "planned" and found.status.device_peak_bytes <= 16 * MIB

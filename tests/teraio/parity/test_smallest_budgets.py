@@ -16,10 +16,8 @@ import teraio
 from ...training import compiled, forget
 from .harness import (
     MIB,
-    Batch,
     Case,
     Result,
-    Run,
     budgeted_options,
     check_budget,
     check_exact,
@@ -27,7 +25,8 @@ from .harness import (
     train,
     unmanaged,
 )
-from .models import WIDTH, WITHOUT_REENTRY, ConvNet, Transformer, checkpointed, images, tokens
+from .loops import with_closure
+from .models import WIDTH, WITHOUT_REENTRY, ConvNet, Predictor, Transformer, checkpointed, images, tokens
 from .optimizers import Layers, small
 
 pytestmark = [pytest.mark.usefixtures("fine_and_quick"), compiled_input_needs_grad]
@@ -80,14 +79,6 @@ class Wide(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x
-
-
-def with_closure(run: Run, x: Tensor, index: int) -> None:
-    def closure() -> Tensor:
-        run.optimizer.zero_grad()
-        return run.backward(x).detach()
-
-    run.optimizer.step(closure)
 
 
 def muon(module: nn.Module) -> list[Optimizer]:
@@ -225,47 +216,6 @@ def test_checkpoints_do_not_make_the_smallest_budget_larger(tmp_path: Path) -> N
 
 # -- losses and sequences
 
-VOCABULARY, ROWS = 8192, 128
-LOGITS_BYTES = VOCABULARY * ROWS * 4
-
-
-class WithLoss(nn.Module):
-    """A language model that returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Transformer(layers=1, width=64, vocabulary=VOCABULARY)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
-
-
-def words(steps: int) -> list[Batch]:
-    tokens = [Tensor(range(step, step + ROWS)).long().view(2, ROWS // 2) for step in range(steps)]
-    return [(batch, batch + 1) for batch in tokens]
-
-
-def test_it_trains_with_the_memory_of_its_largest_operators(tmp_path: Path) -> None:
-    """Which need three tensors of the size of the logits. In one stage, the backward of the loss needs five."""
-    case = Case(make_model=WithLoss, make_batches=words, compute_loss=lambda model, batch: model(*batch))
-    budget = 4 * LOGITS_BYTES + 2 * MIB
-    unbudgeted = train(case, options={"storage": str(tmp_path)})
-    budgeted = train(case, options=budgeted_options(case, tmp_path, budget=budget))
-    check_exact(budgeted, unbudgeted)
-    check_budget(budgeted, budget)
-
-
-class Predictor(nn.Module):
-    """Words [length] to a loss over a vocabulary: backward needs more than forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(2048, 64), nn.Linear(64, 2048, bias=False)
-
-    def forward(self, words: Tensor) -> Tensor:
-        logits = self.head(self.embed(words))
-        return nn.functional.cross_entropy(logits, words)
-
 
 def test_an_error_says_what_longer_sequences_need(tmp_path: Path) -> None:
     def refused(model: nn.Module, words: Tensor) -> teraio.BudgetError:
@@ -275,7 +225,7 @@ def test_an_error_says_what_longer_sequences_need(tmp_path: Path) -> None:
 
     def made(budget: int) -> nn.Module:
         forget()
-        model: nn.Module = compiled(Predictor(), {"storage": str(tmp_path), "memory_budget": budget}, dynamic=True)
+        model: nn.Module = compiled(Predictor(2048, 64), {"storage": str(tmp_path), "memory_budget": budget}, dynamic=True)
         return model
 
     short, long = (torch.arange(length) for length in (256, 2048))

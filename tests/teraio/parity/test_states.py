@@ -31,7 +31,7 @@ from .harness import (
     train,
     unmanaged,
 )
-from .loops import by_hand, generate, infer, no_optimizers, rollout, told
+from .loops import by_hand, closure_of, generate, infer, no_optimizers, rollout, told, with_closure
 from .optimizers import KEEPS_NONE, KINDS, small
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick", "few_slices")
@@ -142,24 +142,6 @@ def touching_and_going_back(run: Run, x: Tensor, index: int) -> None:
         model, optimizer = torch.load(run.kept["file"])
         run.module.load_state_dict(model)
         run.optimizer.load_state_dict(optimizer)
-
-
-def closure_of(run: Run, x: Tensor) -> Callable[[], Tensor]:
-    def closure() -> Tensor:
-        assert torch.is_grad_enabled()
-        run.optimizer.zero_grad()
-        run.kept["loss"] = run.backward(x).detach()
-        return run.kept["loss"]
-
-    return closure
-
-
-def with_closure(run: Run, x: Tensor, index: int) -> None:
-    """Forward and backward run inside the step, as in Lightning's loop; it returns the loss."""
-    count = len(run.losses)
-    loss = run.optimizer.step(closure_of(run, x)) if index % 2 else run.optimizer.step(closure=closure_of(run, x))
-    assert len(run.losses) == count + 1, "the closure has run once"
-    assert loss is run.kept["loss"]
 
 
 def lbfgs(module: nn.Module) -> Optimizer:

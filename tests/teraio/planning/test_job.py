@@ -157,14 +157,6 @@ def test_a_plan_is_taken_once_with_the_trace_that_it_is_for(rig: Rig) -> None:
     assert not rig.background.busy and rig.background.take() is None
 
 
-def test_a_failure_is_raised_once(rig: Rig) -> None:
-    rig.jobs.answers = [SolverError("out of luck")]
-    rig.background.start(rig.trace, BUDGETS)
-    with pytest.raises(SolverError, match="out of luck"):
-        rig.background.take()
-    assert not rig.background.busy and rig.background.take() is None
-
-
 def test_there_is_one_job_at_a_time(rig: Rig) -> None:
     rig.background.start(rig.trace, BUDGETS)
     rig.background.start(rig.trace, BUDGETS)

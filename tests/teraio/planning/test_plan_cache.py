@@ -25,7 +25,7 @@ from teraio.planning import PlanCache, plan_cache
 from teraio.planning.plan_cache import planner_digest, refit
 from teraio.registry import REGISTRY
 
-from ...training import MIB, Training, begin, mean_square_step, random_rows, unequal
+from ...training import MIB, Training, mean_square_step, random_rows, unequal, weights_of_1_mib
 from ..in_process import InstantJob
 from ..traces import CHAIN
 
@@ -260,11 +260,7 @@ class Solver:
 
 def start(options: dict[str, Any] | None) -> tuple[list[str], list[torch.Tensor], Training]:
     """Train from the beginning. Returns the phase after each step, and the weights at the end."""
-    training = begin(
-        lambda: torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(4)]),
-        lambda module: [torch.optim.AdamW(module.parameters(), lr=0.01)],
-        options,
-    )
+    training = weights_of_1_mib(options, count=4, kind=torch.optim.AdamW, lr=0.01)
     torch.manual_seed(1)
     training.run(random_rows(4), lambda batch, index: mean_square_step(training, batch), planned=True)
     phases = [status.phase for (status,) in training.progress] if options is not None else []

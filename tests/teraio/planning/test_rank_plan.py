@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import planner
-from planner import Budgets, SolverError, Trace
+from planner import Budgets, Trace
 from teraio.planning import rank_plan
 from teraio.ranks import RankGroup, RankPlace
 
@@ -57,40 +57,6 @@ def slower(trace: Trace) -> Trace:
 
 def plan_of(trace: Trace) -> planner.Plan:
     return planner.plan(trace, BUDGETS, policy="teraio", lower_bound=False)
-
-
-def test_the_slowest_makes_the_plan_and_all_follow_it_from_one_iteration_on(store: dist.Store) -> None:
-    one, two = Rank(store, 0), Rank(store, 1, slower(CHAIN))
-    assert one.plan.plan(5) is None and two.plan.plan(5) is None
-    assert (one.started, two.started) == (False, True)
-    two.ready = plan_of(two.trace)
-    assert one.plan.plan(6) is None and two.plan.plan(6) is None
-    assert one.plan.plan(7) is None and two.plan.plan(7) is None
-    followed, made = one.plan.plan(8), two.plan.plan(8)
-    assert followed is not None and made is not None
-    assert followed.moves == made.moves and followed.trace_fingerprint == CHAIN.fingerprint
-
-
-def test_of_equal_ranks_the_first_makes_it_also_if_the_other_comes_late(store: dist.Store) -> None:
-    one = Rank(store, 0)
-    for iteration in range(3):
-        assert one.plan.plan(iteration) is None
-    assert one.started
-    one.ready = plan_of(CHAIN)
-    one.plan.plan(3)
-    two = Rank(store, 1)
-    assert two.plan.plan(9) is not None and not two.started
-    assert one.plan.plan(4) is None and one.plan.plan(5) is not None
-
-
-def test_a_plan_that_cannot_be_made_is_made_nowhere(store: dist.Store) -> None:
-    one, two = Rank(store, 0), Rank(store, 1)
-    one.plan.plan(1), two.plan.plan(1)
-    one.ready = SolverError("no room")
-    with pytest.raises(SolverError, match="^no room$"):
-        one.plan.plan(2)
-    with pytest.raises(SolverError, match="rank 0 planned for all: no room"):
-        two.plan.plan(2)
 
 
 def test_a_rank_plans_for_itself_if_the_other_gives_up_or_is_silent(store: dist.Store) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import random
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import teraio
 from planner import Plan, Trace
 from teraio.profiling import Iteration, IterationBorder, PeakWatch, Region, StageRecord, profiler, times_agree
 
-from ...training import MIB, Training, begin, blocks, mean_square_step
+from ...training import MIB, Training, begin, blocks, mean_square_step, unequal
 
 
 def weight() -> nn.Parameter:
@@ -117,16 +117,6 @@ def test_passes_of_inference_end_iterations_where_nothing_trains(border: Iterati
     assert passes(border, 7) == [False] * 4 + [True] * 3, "it was an evaluation"
     assert not any(infer(border, 40))
     assert ends(border, optimizer) == [True] and not any(infer(border, 40))
-
-
-def test_several_ends_make_one(border: IterationBorder) -> None:
-    optimizer = SGD([weight()])
-    assert ends(border, optimizer) == [True]
-    border.period = 3
-    assert ends(border, *[optimizer] * 6) == [False, False, True] * 2
-    assert [border.tell() for _ in range(4)] == [False, False, True, False]
-    border.period = 1
-    assert border.tell()
 
 
 def test_steps_take_over_from_passes_and_the_user_from_both(border: IterationBorder) -> None:
@@ -265,25 +255,41 @@ def test_a_batch_that_is_larger_than_all_that_fitted_keeps_the_budget(tmp_path: 
     assert torch.isfinite(loss) and teraio.status() == ()
 
 
+def trained(folder: Path, shapes: Iterable[tuple[tuple[int, ...], ...]], **options: Any) -> list[teraio.Status]:
+    """The status after each step, whose passes take inputs of these shapes: within the budget, with the bits of no budget."""
+    steps, progress, found = list(shapes), [], []
+    for settings in ({"storage": folder, "profile_iterations": 1, **options}, {"memory_budget": None}):
+        training = begin_small(settings, dynamic=True)
+
+        def step(passes: tuple[tuple[int, ...], ...], index: int, training: Training = training) -> None:
+            for shape in passes:
+                training.model(torch.full((*shape, 512), 0.5)).square().mean().backward()
+            training.update()
+
+        training.run(steps, step, planned=True)
+        progress.append([status for (status,) in training.progress])
+        found.append(list(training.finish().values()))
+    assert not unequal(*found)
+    assert all(status.device_peak_bytes <= BUDGET_BYTES for status in progress[0])
+    return progress[0]
+
+
+def one_pass(*rows: int) -> list[tuple[tuple[int], ...]]:
+    return [((each,),) for each in rows]
+
+
 def test_one_plan_is_followed_for_inputs_of_all_sizes_until_larger_ones_come(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is that of the largest, wherever these came. It is followed while one for larger ones is made."""
     sizes = (*(1024, 64, 512, 960, 704, 832, 640, 768, 896), *(320, 1000, 64) * 2, 1400, 1024, 1400, 512)
-    options = {"storage": tmp_path, "profile_iterations": 1, "memory_budget": BUDGET_BYTES}
     with caplog.at_level(logging.INFO, "teraio"):
-        training = begin_small(options, dynamic=True)
-        training.run(map(rows_of, sizes), functools.partial(mean_square_step, training), planned=True)
-    statuses = [status for (status,) in training.progress]
-    found = training.finish()
-    assert all(status.device_peak_bytes <= BUDGET_BYTES and status.deviations == 0 for status in statuses)
+        statuses = trained(tmp_path, one_pass(*sizes))
+    assert {status.deviations for status in statuses} == {0}
     phases = [status.phase for status in statuses]
     assert phases[4:6] == ["planning", "planned"] and set(phases[5:15]) == {"planned"}
     assert phases[15:17] == ["planning", "planned"] and set(phases[17:]) == {"planned"}
     assert "inputs were larger than those that the plan is for" in caplog.text and statuses[-1].replans == 0
-    unlimited = begin_small({"memory_budget": None}, dynamic=True)
-    unlimited.run(map(rows_of, sizes), functools.partial(mean_square_step, unlimited))
-    assert all(torch.equal(found[name], value) for name, value in unlimited.finish().items())
 
 
 def test_a_second_start_follows_the_plan_of_the_first_one_whatever_its_first_size(
@@ -310,21 +316,13 @@ def test_a_second_start_follows_the_plan_of_the_first_one_whatever_its_first_siz
 
 def test_small_inputs_move_less_and_find_all_where_the_plan_has_it(tmp_path: Path) -> None:
     """Also where all that were profiled were large. What stays on the device there leaves again for large ones."""
-    options = {"storage": tmp_path, "profile_iterations": 1, "memory_budget": BUDGET_BYTES}
-    sizes = (1400, 1400, 1400, 1400, 900, 1400, 900, 700, 1400, 900, 800)
-    training = begin_small(options, dynamic=True)
-    training.run(map(rows_of, sizes), functools.partial(mean_square_step, training), planned=True)
-    statuses = [status for (status,) in training.progress]
+    statuses = trained(tmp_path, one_pass(1400, 1400, 1400, 1400, 900, 1400, 900, 700, 1400, 900, 800))
     assert [status.phase for status in statuses[4:]] == ["planned"] * 7
-    assert all(status.device_peak_bytes <= BUDGET_BYTES and status.deviations == 0 for status in statuses)
+    assert {status.deviations for status in statuses} == {0}
     totals = [sum(status.moved_bytes.values()) for status in statuses]
     moved = [after - before for before, after in zip(totals, totals[1:], strict=False)]
     by_the_plan_for_large_ones, large, *small = moved[5], moved[7], moved[8], moved[9]
     assert max(small) < min(by_the_plan_for_large_ones, large) and statuses[-1].replans == 0
-    found = training.finish()
-    unlimited = begin_small({"memory_budget": None}, dynamic=True)
-    unlimited.run(map(rows_of, sizes), functools.partial(mean_square_step, unlimited))
-    assert all(torch.equal(found[name], value) for name, value in unlimited.finish().items())
 
 
 def test_inputs_with_moves_of_their_own_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,62 +330,28 @@ def test_inputs_with_moves_of_their_own_give_the_same_bits(tmp_path: Path, monke
     shorter = sys.modules["planner.policies.shorter"]
     monkeypatch.setattr(shorter, "_MUCH", 0.0)
     monkeypatch.setattr(shorter, "_CLEARLY", 1000.0)
-    sizes = (1400, 1400, 1150, 1400, 950, 1400, 1150, 950, 1400, 950, 1150, 1400)
-    options = {"storage": tmp_path, "profile_iterations": 1, "memory_budget": BUDGET_BYTES, "plan_out": tmp_path / "plan.json"}
-    training = begin_small(options, dynamic=True)
-    training.run(map(rows_of, sizes), functools.partial(mean_square_step, training), planned=True)
-    statuses = [status for (status,) in training.progress]
-    assert all(status.device_peak_bytes <= BUDGET_BYTES and status.deviations == 0 for status in statuses)
+    sizes = one_pass(1400, 1400, 1150, 1400, 950, 1400, 1150, 950, 1400, 950, 1150, 1400)
+    statuses = trained(tmp_path, sizes, plan_out=tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
-    found = training.finish()
     assert plan.shorter[0].sizes == (1190,) and all(each.moves for each in plan.shorter)
+    assert {status.deviations for status in statuses} == {0}
     assert statuses[-1].phase == "planned" and statuses[-1].replans == 0
-    unlimited = begin_small({"memory_budget": None}, dynamic=True)
-    unlimited.run(map(rows_of, sizes), functools.partial(mean_square_step, unlimited))
-    assert all(torch.equal(found[name], value) for name, value in unlimited.finish().items())
 
 
 def test_a_last_batch_with_fewer_rows_and_one_of_length_1_leave_the_plan_for_all_lengths(tmp_path: Path) -> None:
     """The first is profiled among the others. The second is another graph, after which the plan goes on."""
-
-    def of(number: int, length: int) -> Tensor:
-        return torch.full((number, length, 512), 0.5)
-
     sizes = ((8, 128), (8, 128), (8, 60), (3, 96), (8, 128), (8, 100), (8, 90), (8, 1), (5, 128), (8, 64), (8, 128))
-    options = {"storage": tmp_path, "profile_iterations": 1, "memory_budget": BUDGET_BYTES}
-    training = begin_small({**options, "trace_out": tmp_path / "trace.json"}, dynamic=True)
-    training.run(itertools.starmap(of, sizes), functools.partial(mean_square_step, training), planned=True)
-    statuses = [status for (status,) in training.progress]
-    assert all(status.device_peak_bytes <= BUDGET_BYTES for status in statuses)
+    statuses = trained(tmp_path, [(size,) for size in sizes], trace_out=tmp_path / "trace.json")
     assert {status.phase for status in statuses[5:]} == {"planned"}
     assert statuses[6].deviations == 0 < statuses[7].deviations == statuses[-1].deviations
     lengths = Trace.load(tmp_path / "trace.json").lengths
     assert lengths is not None and (lengths.lowest, lengths.highest) == ((60, 3), (128, 8))
-    found = training.finish()
-    unlimited = begin_small({"memory_budget": None}, dynamic=True)
-    unlimited.run(itertools.starmap(of, sizes), functools.partial(mean_square_step, unlimited))
-    assert all(torch.equal(found[name], value) for name, value in unlimited.finish().items())
 
 
 def test_microbatches_of_other_sizes_follow_one_plan(tmp_path: Path) -> None:
-    def train(options: dict[str, Any]) -> Training:
-        training = begin_small(options, dynamic=True)
-
-        def step(sizes: tuple[int, ...], index: int) -> None:
-            for rows in sizes:
-                training.model(rows_of(rows)).square().mean().backward()  # type: ignore[union-attr]
-            training.optimizers[0].step()
-            training.optimizers[0].zero_grad()
-
-        sizes = random.Random(0)
-        training.run([tuple(sizes.choices(range(2, 1000), k=3)) for _ in range(10)], step, planned=True)  # type: ignore[arg-type,misc]
-        return training
-
-    training = train({"storage": tmp_path, "profile_iterations": 1, "memory_budget": BUDGET_BYTES})
-    (status,) = training.progress[-1]
-    assert status.phase == "planned" and status.deviations == 0 and status.device_peak_bytes <= BUDGET_BYTES
-    found, expected = training.finish(), train({"memory_budget": None}).finish()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    sizes = random.Random(0)
+    statuses = trained(tmp_path, [tuple((rows,) for rows in sizes.choices(range(2, 1000), k=3)) for _ in range(10)])
+    assert statuses[-1].phase == "planned" and statuses[-1].deviations == 0
 
 
 def test_batches_of_other_sizes_are_profiled_with_the_next_uses_of_the_one_before(tmp_path: Path) -> None:
@@ -397,8 +361,7 @@ def test_batches_of_other_sizes_are_profiled_with_the_next_uses_of_the_one_befor
         loss = training.model(rows_of(rows)).square().mean()
         known.append([bool(block.uses) for block in blocks() if block.kind == "activation"])
         loss.backward()
-        training.optimizers[0].step()
-        training.optimizers[0].zero_grad()
+        training.update()
     assert not any(known[0]) and len(known[0]) > 8 and all(map(all, (each[1:] for each in known[1:]))), "all but the input"
     (status,) = teraio.status()
     assert status.phase == "profile" and "7 iterations in a row that run the same graphs (4 so far)" in status.waiting_for

@@ -14,7 +14,7 @@ from teraio.planning import plan_cache
 from teraio.profiling import Iteration, Profile, Region, StageRecord, profiler
 
 from ...runtime.memory_mover import UNIT, Bench
-from ..virtual import IN, OUT, hardware, profile_of
+from ..virtual import profile_of
 
 
 class Blocks:
@@ -77,13 +77,6 @@ def profile(*, state_bytes: int = 0, survivors: set[tuple[int, int]] | None = No
 
 def by_name(found: Profile) -> dict[str, planner.Block]:
     return {block.name.rstrip("3"): block for block in found.trace.blocks}
-
-
-def test_times_are_those_of_undisturbed_iterations() -> None:
-    stages = profile().trace.stages
-    assert [s.duration_seconds for s in stages] == [0.5, 2.0, 0.5, 4.0, 0.5, 2.0]
-    assert [s.phase for s in stages] == ["user", "forward", "user", "backward", "user", "optimizer"]
-    assert [s.workspace_bytes for s in stages] == [32] * 6
 
 
 def test_an_iteration_in_which_the_allocator_took_memory_away_does_not_tell_how_long_a_stage_takes() -> None:
@@ -172,15 +165,6 @@ def test_ids_are_those_of_the_last_iteration() -> None:
         block.name: block.name for block in found.ids
     }
     assert found.iteration.number == 3
-
-
-def test_the_trace_can_be_planned_and_simulated() -> None:
-    trace = profile(state_bytes=100).trace
-    trace = trace.model_copy(update={"hardware": hardware(dict.fromkeys((OUT, IN), 1e6))})
-    smallest, stage = planner.floor(trace)
-    assert smallest >= 3 * 256 + 100 and trace.stages[stage].name == "forward/0"
-    plan = planner.plan(trace, planner.Budgets(device_bytes=smallest))
-    assert planner.simulate(trace, plan).iteration_seconds >= trace.ideal_seconds
 
 
 # -- recompute groups: what stages make anew, what they read, and which stages have none

@@ -24,22 +24,12 @@ from planner.problem import folded, live_bytes
 from ...planner.strategies import random_plan
 from ...training import MIB, require
 from ..parity.harness import Case, Result, Run, check_exact, train
+from ..parity.models import HIDDEN, WIDTH, Wide
 
 STEPS = 6
 """One compiles, two are profiled, the others run by the plan."""
 PLANNED = 3
-ROWS, WIDTH, HIDDEN = 128, 64, 4096
-
-
-class Layer(nn.Module):
-    """Residual layer with two weights of 1 MiB; its activations take 2 MiB each."""
-
-    def __init__(self, drop: float = 0.0) -> None:
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), drop
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.dropout(torch.tanh(self.up(x)), self.drop))
+ROWS = 128
 
 
 class Model(nn.Module):
@@ -48,7 +38,7 @@ class Model(nn.Module):
     def __init__(self, layers: int = 3, drop: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(HIDDEN, WIDTH)
-        self.layers = nn.Sequential(*[Layer(drop) for _ in range(layers)])
+        self.layers = nn.Sequential(*[Wide(drop) for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN)
 
     def forward(self, indices: Tensor) -> Tensor:
@@ -64,7 +54,7 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.layer, self.last = nn.Embedding(HIDDEN, WIDTH), Layer(), Layer()
+        self.embed, self.layer, self.last = nn.Embedding(HIDDEN, WIDTH), Wide(), Wide()
         self.head = nn.Linear(WIDTH, HIDDEN, bias=False)
         self.head.weight = self.embed.weight
 

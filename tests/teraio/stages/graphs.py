@@ -196,6 +196,17 @@ class Dropping(nn.Module):
         return x
 
 
+class Embedded(nn.Module):
+    """An embedding in 16 bits, whose gradient is many times as large as all else in its stage: words to the mean square."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, 64, dtype=torch.bfloat16)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.words(numbers).float().square().mean()
+
+
 class WithLoss(Transformer):
     """Tokens [batch, time] to the loss of predicting them, over a vocabulary that is much larger than the width."""
 

@@ -21,6 +21,7 @@ from .graphs import (
     FINE,
     HEAVY,
     Captured,
+    Embedded,
     capture,
     clones,
     each_model,
@@ -174,17 +175,7 @@ def test_workspaces_are_estimated_from_above(policy: CutPolicy) -> None:
 
 def test_the_gradient_of_an_embedding_has_one_copy_in_32_bits() -> None:
     """Inductor adds it up where its zeros were."""
-
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(4096, 64).to(torch.bfloat16)
-
-        def forward(self, numbers: Tensor) -> Tensor:
-            found: Tensor = self.words(numbers).float().square().mean()
-            return found
-
-    _, captured = capture(Words(), torch.arange(64))
+    _, captured = capture(Embedded(4096), torch.arange(64))
     ((stage, _, _, needed),) = stepwise(programs([captured], CutPolicy(), "inductor")[0], captured.arguments[0])
     assert needed <= stage.workspace_bytes + 1024
     assert stage.workspace_bytes < 1.1 * 4096 * 64 * 4

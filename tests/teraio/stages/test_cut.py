@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,7 +23,6 @@ from .graphs import (
     clones,
     constants,
     each_model,
-    features,
     images,
     transformer,
 )
@@ -209,47 +207,6 @@ def test_layers_are_cut_alike() -> None:
                 per_layer.setdefault(layer, set()).add(stage)
         counts = [len(found) for found in per_layer.values()]
         assert len(counts) == 5 and len(set(counts[1:-1])) == 1 and 2 <= counts[2] <= 6
-
-
-def test_layers_in_layers_are_cut_like_layers() -> None:
-    """As those of Swin: six stages for each block, not for all blocks of a stage of the model."""
-
-    class Staged(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            stage = nn.Module()
-            stage.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(12))
-            self.stages = nn.ModuleList([stage])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.stages[0].blocks:
-                x = torch.tanh(block(x))
-            return x
-
-    assert count(capture(Staged(), features())[0].fresh()) == 12
-
-
-def test_the_steps_of_a_sequential_inside_a_layer_are_no_layers() -> None:
-    """An MLP is cut at the same places whether its steps have names or numbers."""
-
-    class Layer(nn.Module):
-        def __init__(self, numbered: bool) -> None:
-            super().__init__()
-            self.attention = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("q", "k", "v", "out", "gate")})
-            steps = [nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)]
-            self.mlp = nn.Sequential(*steps) if numbered else nn.Sequential(OrderedDict(zip("abc", steps, strict=True)))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for each in self.attention.values():
-                x = torch.tanh(each(x))
-            return self.mlp(x)
-
-    def cuts(numbered: bool) -> list[list[int]]:
-        torch.manual_seed(0)
-        graphs = capture(nn.Sequential(*[Layer(numbered) for _ in range(3)]), features())
-        return [list(stages(graph.fresh(), HEAVY).values()) for graph in graphs]
-
-    assert cuts(numbered=True) == cuts(numbered=False)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from .graphs import (
     Transformer,
     capture,
     clones,
-    constants,
     each_model,
     features,
     images,
@@ -38,8 +37,6 @@ from .graphs import (
     transformer_of_any_size,
 )
 
-FREE = CutPolicy(shortest_seconds=1e-9, max_stages=1 << 20)
-"""Cuts wherever a layer has room for a cut, however deep the model is."""
 WHOLE = CutPolicy(shortest_seconds=1)
 
 
@@ -70,15 +67,6 @@ def test_pieces_take_and_give_no_more_than_needed(graphs: Callable[[], list[Capt
             assert marked == list(range(len(piece.outputs)))
 
 
-def test_splitting_changes_nothing() -> None:
-    for captured in constants():
-        graph = captured.fresh()
-        stage_of = cut.assign(graph.graph, speed=cost.CPU, policy=FINE)
-        before = str(graph.graph)
-        split.split(graph, stage_of)
-        assert str(graph.graph) == before
-
-
 def test_sizes_are_computed_again_rather_than_handed_on() -> None:
     for captured in transformer_of_any_size():
         assert len(captured.arguments) == 2, "compiled once for both sizes"
@@ -94,23 +82,7 @@ def test_writes_through_views_are_seen_before_compilation() -> None:
     assert operators.is_written(buffer) and not operators.is_written(value)
 
 
-def test_paths_tell_where_pieces_come_from() -> None:
-    paths = [p.path for c in transformer(3) for p in pieces_of(c.fresh())]
-    assert any("layers.1." in p for p in paths) and all(p and p != "root" for p in paths)
-    (whole,) = pieces_of(transformer(3)[0].fresh(), WHOLE)
-    assert whole.path == "layers.0..head"
-
-
 # -- equal pieces
-
-
-def test_the_number_of_distinct_pieces_does_not_grow_with_depth() -> None:
-    def distinct(layers: int) -> list[int]:
-        return [len({p.key for p in pieces_of(c.fresh(), FREE)}) for c in transformer(layers)]
-
-    counts = [len(pieces_of(c.fresh(), FREE)) for c in transformer(5)]
-    assert distinct(3) == distinct(5)
-    assert all(d < count * 0.7 for d, count in zip(distinct(5), counts, strict=True))
 
 
 def test_keys_differ_where_the_code_would() -> None:

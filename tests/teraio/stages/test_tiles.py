@@ -293,7 +293,8 @@ def shown(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return flat_loss(scores, targets), scores
 
 
-LOSSES = [flat_loss, ignoring, several, weighted, by_row]
+Loss = Callable[[Tensor, Tensor], Any]
+LOSSES: list[Loss] = [flat_loss, ignoring, several, weighted, by_row]
 
 
 @pytest.fixture(params=[False, True], ids=["whole operators", "decomposed"])
@@ -332,21 +333,21 @@ def check_results(graph: Captured, *, tolerance: float = 1e-5) -> int:
     return count
 
 
-@pytest.mark.parametrize("settings", [{}, {"bias": True}, {"tied": True}, {"frozen": True}], ids=str)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_graph_in_tiles_has_the_results_of_the_whole(
-    loss: Callable[[Tensor, Tensor], Any], settings: dict[str, bool], fuses: bool
-) -> None:
+def each_pair(losses: list[Loss], *settings: dict[str, bool]) -> pytest.MarkDecorator:
+    """Each loss with each of the settings of a model; whole operators and decomposed ones take turns."""
+    cases = [(loss, given, (m + n) % 2 == 1) for m, loss in enumerate(losses) for n, given in enumerate(settings)]
+    return pytest.mark.parametrize(("loss", "settings", "fuses"), cases)
+
+
+@each_pair(LOSSES, {}, {"bias": True}, {"tied": True}, {"frozen": True})
+def test_a_graph_in_tiles_has_the_results_of_the_whole(loss: Loss, settings: dict[str, bool], fuses: bool) -> None:
     torch.manual_seed(0)
     forward, backward = captured(Model(loss, **settings), fuses=fuses)
     assert check_results(forward) > 1 and check_results(backward) > 1
 
 
-@pytest.mark.parametrize("settings", [{"bias": True}, {"tied": True}], ids=str)
-@pytest.mark.parametrize("loss", [flat_loss, ignoring, several, weighted])
-def test_one_graph_in_tiles_serves_all_sizes(
-    loss: Callable[[Tensor, Tensor], Any], settings: dict[str, bool], fuses: bool
-) -> None:
+@each_pair([flat_loss, ignoring, several, weighted], {"bias": True}, {"tied": True})
+def test_one_graph_in_tiles_serves_all_sizes(loss: Loss, settings: dict[str, bool], fuses: bool) -> None:
     """Also fewer rows than there are tiles."""
     torch.manual_seed(0)
     random = [(int(torch.randint(2, 6, ())), int(torch.randint(2, 900, ()))) for _ in range(3)]
@@ -356,7 +357,7 @@ def test_one_graph_in_tiles_serves_all_sizes(
 
 
 @pytest.mark.parametrize("loss", [flat_loss, several])
-def test_sums_over_tiles_have_32_bits(loss: Callable[[Tensor, Tensor], Any], fuses: bool) -> None:
+def test_sums_over_tiles_have_32_bits(loss: Loss, fuses: bool) -> None:
     torch.manual_seed(0)
     forward, backward = captured(Model(loss, dtype=torch.bfloat16, bias=True), fuses=fuses)
     assert check_results(forward, tolerance=4e-3) > 1 and check_results(backward, tolerance=8e-3) > 1
