@@ -64,7 +64,8 @@ class Answer(FrozenModel):
     work: of its iteration.
     predicted, holds_up: of the best plan; None and "" without one. holds_up: what its critical path spends the most time on,
     besides computing. written_bytes_per_day: to the drives, in training without a break. lifetime_days: until the rated bytes
-    of the drives are written; None if that was not asked for, or if nothing is written. reason: why there is no plan.
+    of the drives are written; None if that was not asked for, or if nothing is written. reason: why there is no plan. limited: the
+    search for the plan ended at the limit of time.
     """
 
     what: str
@@ -79,6 +80,7 @@ class Answer(FrozenModel):
     holds_up: str = ""
     written_bytes_per_day: float = 0.0
     lifetime_days: float | None = None
+    limited: bool = False
     reason: str = ""
     geometry: Geometry | None = None
 
@@ -194,6 +196,7 @@ def _figures(case: Case, plan: planner.Plan, asked: planner.Plan | None, rated_b
         "holds_up": what_holds_up(critical_path(case.trace, plan, planner.simulate(case.trace, plan)).seconds()),
         "written_bytes_per_day": per_second * 86_400,
         "lifetime_days": lifetime,
+        "limited": plan.solver.status == "time limit",
     }
 
 

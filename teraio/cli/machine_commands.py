@@ -203,7 +203,7 @@ def _geometry_page(advice: Data) -> Page:
     overview = {"trace": advice["trace_name"], **budget_facts(best["budgets"]), "fastest": fits}
     columns: dict[str, Column] = {
         "passes x microbatch": "what",
-        "fits": "fit",
+        "fits": _fits,
         ">a step": "predicted.iteration_seconds",
         ">without waiting": "ideal_seconds",
         **rate_columns({**best["work"], "flops": None}),
@@ -249,7 +249,7 @@ def _advice_page(advice: Data) -> Page:
     }
     columns: dict[str, Column] = {
         "case": "what",
-        "fits": "fit",
+        "fits": _fits,
         ">iteration": "predicted.iteration_seconds",
         ">without waiting": lambda answer: answer["predicted"] and format_seconds(answer["ideal_seconds"]),
         ">speed": lambda answer: "" if answer["speed"] is None else f"{answer['speed']:.2f}x",
@@ -260,6 +260,10 @@ def _advice_page(advice: Data) -> Page:
         ">drives last": _lifetime,
     }
     return Facts(overview), Table(columns=columns, rows=advice["answers"])
+
+
+def _fits(answer: Data) -> str:
+    return f"{answer['fit']}, best within --time-limit" if answer["limited"] else str(answer["fit"])
 
 
 def _held_up(answer: Data) -> str:

@@ -215,3 +215,10 @@ def test_the_command_finds_the_geometry(run: RunCommand, tmp_path: Path) -> None
     ):
         refused = run("advise", *wrong, *budget)
         assert refused.code == 2 and told in refused.err
+
+
+def test_a_search_that_ended_at_the_limit_is_told(run: RunCommand, tmp_path: Path) -> None:
+    of_sizes().save(tmp_path / "trace.json")
+    budget = ("--device", TIGHT.device_bytes, "--time-limit", 0.001)
+    shown = run("advise", tmp_path / "trace.json", *budget, "--tokens-per-step", 16_000)
+    assert re.search("^2 x 8,000 tokens, layer by layer  +yes, best within --time-limit  ", shown.out, re.MULTILINE)
