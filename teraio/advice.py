@@ -64,8 +64,8 @@ class Answer(FrozenModel):
     work: of its iteration.
     predicted, holds_up: of the best plan; None and "" without one. holds_up: what its critical path spends the most time on,
     besides computing. written_bytes_per_day: to the drives, in training without a break. lifetime_days: until the rated bytes
-    of the drives are written; None if that was not asked for, or if nothing is written. reason: why there is no plan. limited: the
-    search for the plan ended at the limit of time.
+    of the drives are written; None if that was not asked for, or if nothing is written. reason: why there is no plan. limited:
+    the search for the plan ended at the limit of time.
     """
 
     what: str

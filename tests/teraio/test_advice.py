@@ -11,7 +11,7 @@ import pytest
 import planner
 from planner.problem import SolverSettings, live_bytes
 from planner.schema import Budgets, Lengths, Polynomial, Work
-from teraio.advice import Advice, Answer, advise, advise_geometry, with_batch, with_state_bytes, with_storage_rate
+from teraio.advice import Advice, Answer, advise, advise_geometry, cases, with_batch, with_state_bytes, with_storage_rate
 
 from ..planner.traces import block, group, links, staged, subgroup, trace
 from ..thoroughness import by_profile
@@ -215,6 +215,11 @@ def test_the_command_finds_the_geometry(run: RunCommand, tmp_path: Path) -> None
     ):
         refused = run("advise", *wrong, *budget)
         assert refused.code == 2 and told in refused.err
+
+
+def test_nothing_is_accumulated_where_updates_are_within_a_pass() -> None:
+    within = trace(staged("fbobo"), [block(8 * MIB, [0], [1])])
+    assert "twice the accumulation" not in {case.what for case in cases(within, TIGHT, drives=1)}
 
 
 def test_a_search_that_ended_at_the_limit_is_told(run: RunCommand, tmp_path: Path) -> None:
