@@ -6,17 +6,32 @@ The training is planned as asked for, and with one thing changed at a time: more
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any, Literal, TypeVar
 
 import planner
-from planner.errors import BudgetError, TeraioError
+from planner.errors import BudgetError, OptionsError, TeraioError, UnsupportedError
 from planner.problem import SolverSettings, live_bytes
-from planner.schema import Budgets, FrozenModel, Predicted, Work
+from planner.schema import Budgets, FrozenModel, Predicted, Work, printable
 from planner.simulator import STAGES, critical_path
+from teraio.passes import Order, with_passes
 
 # no plan exists: it is proved, since one stage alone needs more. none was found: a plan may exist, but the planner has none.
 Fit = Literal["yes", "no plan exists", "none was found"]
+
+
+Unit = Literal["tokens", "samples"]
+
+
+class Geometry(FrozenModel):
+    """How a step is divided into passes: `microbatch` tokens, or samples, in each of `passes`. trace_name: of one pass."""
+
+    trace_name: str
+    microbatch: int
+    passes: int
+    order: Order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +40,7 @@ class Case:
     relative to the case asked for.
 
     more: the machine has more than in the case asked for, and nothing else differs: a plan for that case is tried for this one.
+    geometry: how the step is divided, where that is the question.
     """
 
     what: str
@@ -33,6 +49,7 @@ class Case:
     drives: int
     work: float = 1.0
     more: bool = False
+    geometry: Geometry | None = None
 
 
 Made = Callable[[Case, planner.Plan], None]
@@ -41,12 +58,14 @@ _HARDLY = 0.01  # share of the iteration below which waiting is not worth a word
 
 
 class Answer(FrozenModel):
-    """One case. speed: samples in a second, relative to the training as asked for; None if either has no plan.
+    """One case. speed: samples in a second, relative to the training as asked for; None if either has no plan, and between
+    geometries, whose steps are alike.
 
     work: of its iteration.
     predicted, holds_up: of the best plan; None and "" without one. holds_up: what its critical path spends the most time on,
     besides computing. written_bytes_per_day: to the drives, in training without a break. lifetime_days: until the rated bytes
-    of the drives are written; None if that was not asked for, or if nothing is written. reason: why there is no plan.
+    of the drives are written; None if that was not asked for, or if nothing is written. reason: why there is no plan. limited:
+    the search for the plan ended at the limit of time.
     """
 
     what: str
@@ -61,11 +80,13 @@ class Answer(FrozenModel):
     holds_up: str = ""
     written_bytes_per_day: float = 0.0
     lifetime_days: float | None = None
+    limited: bool = False
     reason: str = ""
+    geometry: Geometry | None = None
 
 
 class Advice(FrozenModel):
-    """The training as asked for comes first."""
+    """The training as asked for comes first; of geometries, the one with the shortest step."""
 
     trace_name: str
     answers: tuple[Answer, ...]
@@ -96,20 +117,54 @@ def advise(
             asked = plan
         if plan is not None:
             made(case, plan)
-        answers.append(
-            Answer(
-                what=case.what,
-                fit=fit,
-                budgets=case.budgets,
-                floor_bytes=planner.floor(case.trace)[0],
-                peak_bytes=max(live_bytes(case.trace)),
-                ideal_seconds=case.trace.ideal_seconds,
-                work=case.trace.work,
-                reason=reason,
-                **({} if plan is None else _figures(case, plan, asked, rated_bytes)),
-            )
-        )
+        answers.append(_answer(case, plan, fit, reason, asked, rated_bytes))
     return Advice(trace_name=trace.name, answers=tuple(answers))
+
+
+def advise_geometry(
+    traces: Sequence[planner.Trace],
+    budgets: Budgets,
+    *,
+    step: int,
+    unit: Unit = "tokens",
+    drives: int = 1,
+    rated_bytes: int | None = None,
+    settings: SolverSettings,
+    progress: Callable[[str], None] = lambda text: None,
+    made: Made = lambda case, plan: None,
+) -> Advice:
+    """Plan a step of so many tokens, or samples, in each way in which the traces can divide it. The shortest one comes first.
+
+    traces: each of a pass, or of some passes, with an update. Of one with a range of sizes, the largest microbatch that divides
+    the step is taken, then the largest of at most half of it, and so on. The other arguments are those of `advise`. Raises
+    OptionsError where no trace divides the step, and UnsupportedError as `with_passes` does.
+    """
+    answers: list[Answer] = []
+    for case in geometries(traces, budgets, step=step, unit=unit, drives=drives):
+        progress(f"planning: {case.what}")
+        plan, fit, reason = planned(case.trace, case.budgets, settings)
+        if plan is not None:
+            made(case, plan)
+        answers.append(_answer(case, plan, fit, reason, None, rated_bytes))
+    answers.sort(key=lambda each: (each.predicted.iteration_seconds if each.predicted else inf, each.floor_bytes))
+    return Advice(trace_name=", ".join(dict.fromkeys(trace.name for trace in traces)), answers=tuple(answers))
+
+
+def _answer(
+    case: Case, plan: planner.Plan | None, fit: Fit, reason: str, asked: planner.Plan | None, rated_bytes: int | None
+) -> Answer:
+    return Answer(
+        what=case.what,
+        fit=fit,
+        budgets=case.budgets,
+        floor_bytes=planner.floor(case.trace)[0],
+        peak_bytes=max(live_bytes(case.trace)),
+        ideal_seconds=case.trace.ideal_seconds,
+        work=case.trace.work,
+        reason=reason,
+        geometry=case.geometry,
+        **({} if plan is None else _figures(case, plan, asked, rated_bytes)),
+    )
 
 
 def planned(
@@ -141,6 +196,7 @@ def _figures(case: Case, plan: planner.Plan, asked: planner.Plan | None, rated_b
         "holds_up": what_holds_up(critical_path(case.trace, plan, planner.simulate(case.trace, plan)).seconds()),
         "written_bytes_per_day": per_second * 86_400,
         "lifetime_days": lifetime,
+        "limited": plan.solver.status == "time limit",
     }
 
 
@@ -177,9 +233,68 @@ def cases(trace: planner.Trace, budgets: Budgets, *, drives: int) -> Iterator[Ca
     if trace.recompute:
         yield replace(asked, what="without recomputation", trace=trace.rebuilt(recompute=()))
     yield replace(asked, what="twice the batch", trace=with_batch(trace, 2), work=2.0)
-    yield replace(asked, what="twice the accumulation", trace=with_accumulation(trace), work=2.0)
+    with suppress(UnsupportedError):
+        yield replace(asked, what="twice the accumulation", trace=with_passes(trace, 2), work=2.0)
     if _has_fp32_states(trace):
         yield replace(asked, what="optimizer states in bf16", trace=with_state_bytes(trace, 0.5))
+
+
+def geometries(traces: Sequence[planner.Trace], budgets: Budgets, *, step: int, unit: Unit, drives: int) -> Iterator[Case]:
+    """Yield each way to divide the step, see `advise_geometry`; nothing is planned. Raises OptionsError, UnsupportedError."""
+    found: dict[int, planner.Trace] = {}  # by microbatch; of like ones, the trace that is given first
+    for trace in traces:
+        for each in _microbatches(trace, step, unit):
+            found.setdefault(_done(each, unit), each)
+    if not found:
+        known = ", ".join(f"{_done(trace, unit):,} ({printable(trace.name)})" for trace in traces)
+        raise OptionsError(
+            f"a step of {step:,} {unit} is no multiple of what a trace has in an iteration: {known}; give a multiple, or a trace "
+            "captured for a smaller microbatch"
+        )
+    for microbatch, trace in sorted(found.items(), reverse=True):
+        passes = step // microbatch
+        orders: tuple[Order, ...] = ("pass by pass", "layer by layer")
+        for order in orders[: 1 if passes == 1 else 2]:
+            try:
+                divided = with_passes(trace, passes, order)
+            except UnsupportedError:
+                if order == "layer by layer":
+                    continue  # layers cannot be told apart
+                raise
+            yield Case(
+                what=f"{passes} x {microbatch:,} {unit}" + (f", {order}" if passes > 1 else ""),
+                trace=divided,
+                budgets=budgets,
+                drives=drives,
+                geometry=Geometry(trace_name=trace.name, microbatch=microbatch, passes=passes, order=order),
+            )
+
+
+def _microbatches(trace: planner.Trace, step: int, unit: Unit) -> Iterator[planner.Trace]:
+    """Yield the trace at the sizes that divide the step, the largest first."""
+    whole, lengths = _done(trace, unit), trace.lengths
+    if lengths is None:
+        if step % whole == 0:
+            yield trace
+        return
+    *others, largest = lengths.highest
+    most = largest
+    for size in range(largest, lengths.lowest[-1] - 1, -1):
+        done, rest = divmod(whole * size, largest)
+        if size <= most and not rest and step % done == 0:
+            most = size // 2
+            yield trace.at(*others, size)
+
+
+def _done(trace: planner.Trace, unit: Unit) -> int:
+    """Return the tokens, or samples, of an iteration. Raises OptionsError if the trace does not say it."""
+    done = None if trace.work is None else getattr(trace.work, unit)
+    if done is None:
+        raise OptionsError(
+            f"trace {printable(trace.name)} does not say how many {unit} an iteration processes: capture it with --{unit}, or "
+            f'add it to the file, such as "work": {{"{unit}": 8192}}'
+        )
+    return int(done)
 
 
 def _times(model: _Model, factor: float, *names: str) -> _Model:
@@ -225,67 +340,6 @@ def with_state_bytes(trace: planner.Trace, factor: float) -> planner.Trace:
         for block in trace.blocks
     )
     return trace.rebuilt(blocks=blocks)
-
-
-def with_accumulation(trace: planner.Trace) -> planner.Trace:
-    """Return the trace of an iteration with all passes before the first update twice.
-
-    The gradients of the first pass stay until the update, and the second pass adds to them.
-    """
-    first_update = next((s.id for s in trace.stages if s.phase == "optimizer"), len(trace.stages))
-    if first_update == 0:
-        return trace
-    shift = first_update
-    stages = [*trace.stages[:first_update], *trace.stages[:first_update], *trace.stages[first_update:]]
-    blocks: list[planner.Block] = []
-    copies: dict[int, int] = {}
-    for block in trace.blocks:
-        once = not block.persistent and block.last_stage < first_update  # of one pass
-        if once:
-            blocks.append(block)
-            copies[block.id] = len(copies)
-            continue
-        update: dict[str, object] = {
-            name: tuple(
-                sorted({u for use in getattr(block, name) for u in ((use, use + shift) if use < shift else (use + shift,))})
-            )
-            for name in ("reads", "writes")
-        }
-        if block.kind == "gradient" and not block.persistent:  # the second pass reads what the first one left
-            update["reads"] = tuple(sorted({*update["reads"], *(w + shift for w in block.writes if w < shift)}))  # type: ignore[misc]
-        if block.dies_after is not None:
-            update["dies_after"] = block.dies_after + shift
-        blocks.append(block.model_copy(update=update))
-    count = len(blocks)
-    for block in trace.blocks:
-        if block.id in copies:
-            moved = {name: tuple(use + shift for use in getattr(block, name)) for name in ("reads", "writes")}
-            dies = None if block.dies_after is None else block.dies_after + shift
-            blocks.append(block.model_copy(update={**moved, "id": count + copies[block.id], "dies_after": dies}))
-
-    def second(number: int) -> int:
-        return count + copies[number] if number in copies else number
-
-    groups = [
-        group.model_copy(
-            update={
-                "id": len(trace.recompute) + group.id,
-                "stage": group.stage + shift,
-                "blocks": tuple(sorted(map(second, group.blocks))),
-                "reads": tuple(sorted(map(second, group.reads))),
-            }
-        )
-        for group in trace.recompute
-    ]
-    return trace.rebuilt(
-        stages=tuple(stage.model_copy(update={"id": number}) for number, stage in enumerate(stages)),
-        blocks=tuple(blocks),
-        subgroups=tuple(each.model_copy(update={"stage": each.stage + shift}) for each in trace.subgroups),
-        recompute=(*trace.recompute, *groups),
-        not_recomputed=(),
-        tiled=(),
-        work=trace.work and trace.work.times(2),
-    )
 
 
 def _has_fp32_states(trace: planner.Trace) -> bool:

@@ -17,10 +17,10 @@ from rich.text import Text
 
 import planner
 from planner.problem import SolverSettings
-from teraio.advice import Case
+from teraio.advice import Case, Unit, advise_geometry
 from teraio.advice import advise as advice_of
 from teraio.cli import arguments
-from teraio.cli.arguments import AsJson, Device, Host, Rows, Storage, TraceFile, with_solver_options
+from teraio.cli.arguments import AsJson, Device, Host, Rows, Storage, with_solver_options
 from teraio.cli.lengths import length_range
 from teraio.cli.output import (
     Column,
@@ -139,10 +139,18 @@ def _function_of(target: str) -> Callable[[], Any]:
 
 @with_solver_options
 def advise(
-    trace: TraceFile,
+    traces: Annotated[
+        list[Path], typer.Argument(metavar="TRACE...", help="A trace file; for a step of a size, several of one training.")
+    ],
     device: Device,
     host: Host = None,
     storage: Storage = None,
+    tokens_per_step: Annotated[
+        int | None, typer.Option(min=1, help="Find how to divide a step of so many tokens into passes.", show_default="none")
+    ] = None,
+    samples_per_step: Annotated[
+        int | None, typer.Option(min=1, help="The same for samples, such as images.", show_default="none")
+    ] = None,
     drives: Annotated[int, typer.Option(min=1, help="Number of drives behind the storage tier of the trace.")] = 1,
     tbw: Annotated[str | None, typer.Option(help="Rated bytes written of each drive (TBW), such as 600TB.")] = None,
     plans: Annotated[Path | None, typer.Option(help="Directory for the traces and plans behind each line.")] = None,
@@ -152,32 +160,78 @@ def advise(
 ) -> None:
     """Say whether TRACE fits, how fast it is, what holds it up, and what would change that.
 
-    Tried are more memory, one more drive, a larger batch, more accumulation, smaller states. Exit code 1 if it does not fit.
+    Tried are more memory, one more drive, a larger batch, more accumulation, smaller states; with --tokens-per-step, all
+    microbatches that the traces have, pass by pass and layer by layer. Exit code 1 if it does not fit.
     """
     if plans is not None:
         require_directory("--plans", plans)
-    loaded = planner.Trace.load(trace)
+    asked: list[tuple[Unit, int]] = []
+    asked += [] if tokens_per_step is None else [("tokens", tokens_per_step)]
+    asked += [] if samples_per_step is None else [("samples", samples_per_step)]
+    if len(asked) > 1:
+        raise planner.OptionsError("found --tokens-per-step and --samples-per-step; give one of them")
+    if not asked and len(traces) > 1:
+        raise planner.OptionsError(f"found {len(traces)} traces, wanted one; several are for --tokens-per-step")
+    loaded = [planner.Trace.load(trace) for trace in traces]
 
     def keep(case: Case, made: planner.Plan) -> None:
         if plans is not None:
-            name = case.what.replace(" ", "-").replace("%", "")
+            name = case.what.replace(" ", "-").translate({ord(each): None for each in "%,"})
             save(case.trace, plans / f"{name}.trace.json")
             save(made, plans / f"{name}.plan.json")
 
+    budgets = arguments.budgets(arguments.size("--device", device), host, storage)
+    rated = None if tbw is None else arguments.size("--tbw", tbw)
     with working("planning") as progress:
-        found = advice_of(
-            loaded,
-            arguments.budgets(arguments.size("--device", device), host, storage),
-            drives=drives,
-            rated_bytes=None if tbw is None else arguments.size("--tbw", tbw),
-            settings=settings,
-            progress=progress,
-            made=keep,
-        )
-    data = data_of(found) | {"tiles": tiles_of(loaded)}
-    show_or_print(data, _advice_page(data), as_json=as_json)
+        given: dict[str, Any] = {"drives": drives, "rated_bytes": rated, "settings": settings, "progress": progress, "made": keep}
+        if asked:
+            ((unit, step),) = asked
+            found = advise_geometry(loaded, budgets, step=step, unit=unit, **given)
+        else:
+            found = advice_of(loaded[0], budgets, **given)
+    data = data_of(found) if asked else data_of(found) | {"tiles": tiles_of(loaded[0])}
+    show_or_print(data, _geometry_page(data) if asked else _advice_page(data), as_json=as_json)
     if found.answers[0].predicted is None:
         raise typer.Exit(1)
+
+
+def _geometry_page(advice: Data) -> Page:
+    """Show each way to divide the step, the fastest first."""
+    answers = advice["answers"]
+    best = answers[0]
+    fits = best["what"] if best["predicted"] else f"nothing: {arguments.as_options(best['reason'])}"
+    overview = {"trace": advice["trace_name"], **budget_facts(best["budgets"]), "fastest": fits}
+    columns: dict[str, Column] = {
+        "passes x microbatch": "what",
+        "fits": _fits,
+        ">a step": "predicted.iteration_seconds",
+        ">without waiting": "ideal_seconds",
+        **rate_columns({**best["work"], "flops": None}),
+        ">smallest device budget": "floor_bytes",
+        ">peak if nothing moves": "peak_bytes",
+        **{f">moved {link}": _moved(link) for link in (best["predicted"] or {"moved_bytes": ()})["moved_bytes"]},
+        "held up by": _held_up,
+        ">recomputed": lambda answer: answer["predicted"] and some_seconds(answer["predicted"].get("recompute_seconds")),
+        ">drives last": _lifetime,
+    }
+    page: list[Table | Facts | str] = [Facts(overview), Table(columns=columns, rows=answers)]
+    if any(answer["geometry"]["order"] == "layer by layer" for answer in answers):
+        page.append(_LAYER_BY_LAYER)
+    return page
+
+
+_LAYER_BY_LAYER = (
+    "layer by layer: each layer runs for all passes before the next one does. teraio never reorders a step, so the training loop "
+    "must do that; predicted only, without what the loop does between layers."
+)
+
+
+def _moved(link: str) -> Column:
+    return lambda answer: answer["predicted"] and format_bytes(answer["predicted"]["moved_bytes"].get(link, 0))
+
+
+def _lifetime(answer: Data) -> str:
+    return "" if answer["lifetime_days"] is None else f"{answer['lifetime_days']:,.0f} days"
 
 
 def _advice_page(advice: Data) -> Page:
@@ -195,7 +249,7 @@ def _advice_page(advice: Data) -> Page:
     }
     columns: dict[str, Column] = {
         "case": "what",
-        "fits": "fit",
+        "fits": _fits,
         ">iteration": "predicted.iteration_seconds",
         ">without waiting": lambda answer: answer["predicted"] and format_seconds(answer["ideal_seconds"]),
         ">speed": lambda answer: "" if answer["speed"] is None else f"{answer['speed']:.2f}x",
@@ -203,9 +257,13 @@ def _advice_page(advice: Data) -> Page:
         "held up by": _held_up,
         ">recomputed": lambda answer: answer["predicted"] and some_seconds(answer["predicted"].get("recompute_seconds")),
         ">written a day": _written,
-        ">drives last": lambda answer: "" if answer["lifetime_days"] is None else f"{answer['lifetime_days']:,.0f} days",
+        ">drives last": _lifetime,
     }
     return Facts(overview), Table(columns=columns, rows=advice["answers"])
+
+
+def _fits(answer: Data) -> str:
+    return f"{answer['fit']}, best within --time-limit" if answer["limited"] else str(answer["fit"])
 
 
 def _held_up(answer: Data) -> str:
