@@ -61,7 +61,8 @@ class Answer(FrozenModel):
     """One case. speed: samples in a second, relative to the training as asked for; None if either has no plan, and between
     geometries, whose steps are alike.
 
-    work: of its iteration.
+    work: of its iteration. floor_bytes: the smallest device budget; sliced_floor_bytes: the same where large parameters are
+    updated in slices.
     predicted, holds_up: of the best plan; None and "" without one. holds_up: what its critical path spends the most time on,
     besides computing. written_bytes_per_day: to the drives, in training without a break. lifetime_days: until the rated bytes
     of the drives are written; None if that was not asked for, or if nothing is written. reason: why there is no plan. limited:
@@ -72,6 +73,7 @@ class Answer(FrozenModel):
     fit: Fit
     budgets: Budgets
     floor_bytes: int
+    sliced_floor_bytes: int
     peak_bytes: int
     ideal_seconds: float
     work: Work | None = None
@@ -158,6 +160,7 @@ def _answer(
         fit=fit,
         budgets=case.budgets,
         floor_bytes=planner.floor(case.trace)[0],
+        sliced_floor_bytes=planner.floor(case.trace, in_slices=True)[0],
         peak_bytes=max(live_bytes(case.trace)),
         ideal_seconds=case.trace.ideal_seconds,
         work=case.trace.work,

@@ -208,6 +208,7 @@ def _geometry_page(advice: Data) -> Page:
         ">without waiting": "ideal_seconds",
         **rate_columns({**best["work"], "flops": None}),
         ">smallest device budget": "floor_bytes",
+        ">with updates in slices": _sliced_floor,
         ">peak if nothing moves": "peak_bytes",
         **{f">moved {link}": _moved(link) for link in (best["predicted"] or {"moved_bytes": ()})["moved_bytes"]},
         "held up by": _held_up,
@@ -230,6 +231,11 @@ def _moved(link: str) -> Column:
     return lambda answer: answer["predicted"] and format_bytes(answer["predicted"]["moved_bytes"].get(link, 0))
 
 
+def _sliced_floor(answer: Data) -> str:
+    less = answer["sliced_floor_bytes"] < answer["floor_bytes"]
+    return exact_bytes(answer["sliced_floor_bytes"]) if less else ""
+
+
 def _lifetime(answer: Data) -> str:
     return "" if answer["lifetime_days"] is None else f"{answer['lifetime_days']:,.0f} days"
 
@@ -242,6 +248,7 @@ def _advice_page(advice: Data) -> Page:
         "trace": advice["trace_name"],
         **budget_facts(asked["budgets"]),
         "smallest device budget": exact_bytes(asked["floor_bytes"]),
+        "with updates in slices": _sliced_floor(asked),
         "in tiles": advice["tiles"]["words"],
         "peak if nothing moves": exact_bytes(asked["peak_bytes"]),
         "does it fit": asked["fit"] if asked["predicted"] else f"{asked['fit']}: {arguments.as_options(asked['reason'])}",
