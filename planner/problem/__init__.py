@@ -54,6 +54,7 @@ from planner.problem.recompute import (
     recomputed,
     rounded,
     simple_sets,
+    source_blocks,
     spelled_out,
     whole_layers,
 )
