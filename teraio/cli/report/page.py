@@ -93,12 +93,12 @@ def html_page(report: Data) -> str:
         f"<h1>{title}</h1>",
         _verdict(report),
         _cards(report),
-        _origin(report),
         *([without] if facts is None else _of_trace(facts)),
         _lengths(report["lengths"]),
         _sweep(report["sweep"]),
         _policies(report["comparison"]),
         _measured(report),
+        _origin(report),
     ]
     room = resources.files("teraio.cli.report")
     return _PAGE.format(
@@ -208,7 +208,7 @@ def _cards(report: Data) -> str:
         f'<div><dt>{_text(name)}</dt><dd>{_text(figure)}</dd><dd class="faint">{_text(beneath)}</dd></div>'
         for name, (figure, beneath) in cards.items()
     )
-    return f'<dl class="cards">{entries}</dl>'
+    return f'<dl class="cards" tabindex="0">{entries}</dl>'
 
 
 def _of_trace(facts: Data) -> list[str]:

@@ -71,7 +71,7 @@ class Rows {
 
   line(row, marked) {
     const line = html("tr", { tabindex: "0", class: marked ? "found" : "" });
-    this.texts(row).forEach((text, index) => html("td", { class: this.columns[index][2] ? "number" : "" }, line, text));
+    this.texts(row).forEach((text, index) => html("td", { class: this.columns[index][2] ? "number" : this.columns[index][0] }, line, text));
     line.addEventListener("click", () => this.open(row));
     line.addEventListener("keydown", (event) => event.key === "Enter" && this.open(row));
     return line;
