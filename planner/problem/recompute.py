@@ -42,7 +42,7 @@ def recomputed(trace: Trace, chosen: Iterable[Recompute]) -> Trace:
 
 
 def source_blocks(trace: Trace, chosen: Iterable[Recompute]) -> list[int]:
-    """Return, for each block of `recomputed(trace, chosen)`, the number of the block of `trace` that it is. Raises as that does."""
+    """Return, for each block of `recomputed(trace, chosen)`, which block of `trace` it is. Raises as that does."""
     return _derive(trace, chosen)[1]
 
 

@@ -76,6 +76,7 @@ class _Replay:
     def __init__(self, trace: Trace, plan: Plan) -> None:
         self.plan, self.program, self.links = plan, compile_program(trace, plan), Links(trace.hardware)
         self.layout, self.channels = self.program.layout, self.links.channels
+        self.source = trace  # with the sizes of what only the host's updates use
         self.trace = self.layout.trace
         self.device_budget = plan.budgets.device_bytes
         self.state: list[Literal["device", "leaving", "coming", "away"]] = ["away"] * len(trace.blocks)
@@ -168,9 +169,10 @@ class _Replay:
     def _held(self) -> list[MemoryChange]:
         """What the tiers hold now, as the changes that an iteration begins with."""
         found: list[MemoryChange] = []
-        for block, state, below in zip(self.trace.blocks, self.state, self.tier_usage.held(), strict=True):
-            tiers: set[Tier] = {*below} if state == "away" else {"device", *below}
-            found += [(0.0, tier, block.id, block.size_bytes) for tier in sorted(tiers) if block.size_bytes]
+        for block, below in zip(self.source.blocks, self.tier_usage.held(), strict=True):
+            device_bytes = 0 if self.state[block.id] == "away" else self.trace.blocks[block.id].size_bytes
+            sizes: dict[Tier, int] = {"device": device_bytes, **dict.fromkeys(below, block.size_bytes)}
+            found += [(0.0, tier, block.id, size) for tier, size in sizes.items() if size]
         return found
 
     def _reach(self, stage: int) -> None:
@@ -227,7 +229,7 @@ class _Replay:
             self._free_device(self.trace.blocks[block].size_bytes, block)
         self.state[block] = "away"
         for tier in self.tier_usage.give_back(block):
-            self._changed(tier, block, -self.trace.blocks[block].size_bytes)
+            self._changed(tier, block, -self.source.blocks[block].size_bytes)
         self.copies[block] = NOWHERE
 
     def _drop(self, index: int) -> None:

@@ -55,10 +55,10 @@ function sizeTicks(to, count) {
   return ticks(0, to / unit, count).map((value) => value * unit).filter((size) => size > 0);
 }
 
-// As much of a name as there is room for.
+// The longest name that there is room for (the shortest is the last), or the begin of that.
 function fitting(names, width) {
   const room = Math.floor((width - 6) / 6.6);
-  return names.find((name) => name.length <= room) || (room >= 6 ? `${names[0].slice(0, room - 1)}…` : "");
+  return names.find((name) => name.length <= room) || (room >= 6 ? `${names[names.length - 1].slice(0, room - 1)}…` : "");
 }
 
 // -- the window of time that all charts show

@@ -117,8 +117,8 @@ def timeline_of(plan: Plan, trace: Trace) -> Data:
 
     All times are seconds from the begin of an iteration of the steady state.
     `stages`: each waits from `reached` to `start`; `waits_for` is what ended then. `used_bytes`: of the blocks that it uses.
-    `moves`: of the plan, between two uses (`after`, `before`: stages), and `why`. `copies`: of `block` for `move`; one that began in the iteration before has a
-    negative `start`. `updates`: those on the host's processor.
+    `moves`: of the plan, between two uses (`after`, `before`: stages), and `why`. `copies`: of `block` for `move`; one that began
+    in the iteration before has a negative `start`. `updates`: those on the host's processor.
     `memory`: what is on the device, `below`: in the tiers below it, and `unplanned`: on the device in an iteration in which
     nothing ever leaves it; see `_memory`.
     """

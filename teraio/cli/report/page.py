@@ -72,7 +72,8 @@ shows all. Drag to move; a click pins, and shows the life of the block.</p>
 <span class="faint" id="window"></span></div>
 <ul class="legend">{legend}</ul>
 <div id="lanes"></div></section>
-<aside id="details" aria-label="What is chosen"><div id="told" role="status" aria-live="polite"></div><div id="life"></div></aside>
+<aside id="details" aria-label="What is chosen">
+<div id="told" role="status" aria-live="polite"></div><div id="life"></div></aside>
 <noscript><p>The charts, and the tables of stages, blocks and copies, need JavaScript.</p></noscript>"""
 
 # Tables that `tables.js` fills: all rows, sorted by a click on a column, searched.

@@ -47,7 +47,8 @@ function stageItems() {
       ["workspace", bytes(stage.workspace_bytes)],
     ];
     const name = stage.name.slice(stage.name.lastIndexOf("/") + 1);
-    items.push({ from: stage.start, to: stage.end, look: stage.phase, names: [name], stage, tell: () => ({ title: stage.name, facts, acts }) });
+    const names = [name, name.startsWith(`${stage.layer}.`) ? name.slice(stage.layer.length + 1) : name];
+    items.push({ from: stage.start, to: stage.end, look: stage.phase, names, stage, tell: () => ({ title: stage.name, facts, acts }) });
   }
   return items;
 }
