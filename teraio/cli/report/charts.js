@@ -389,11 +389,14 @@ class Axis {
     if (!width) return;
     this.svg.setAttribute("viewBox", `0 0 ${width} 22`);
     this.svg.replaceChildren();
-    for (const time of ticks(view.from, view.to, width / 85)) {
+    const times = ticks(view.from, view.to, width / 85);
+    const [unit, scale] = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]].find(([, each]) => view.to >= each) || ["ns", 1e-9];
+    const digits = Math.max(Math.ceil(-Math.log10((times[1] - times[0]) / scale) - 1e-9), 0) || 0; // so that no two look alike
+    for (const time of times) {
       const place = ((time - view.from) / (view.to - view.from)) * width;
       svg("line", { class: "grid", x1: place, x2: place, y1: 0, y2: 5 }, this.svg);
       const anchor = place < 20 ? "start" : place > width - 30 ? "end" : "middle";
-      svg("text", { x: place, y: 18, "text-anchor": anchor }, this.svg).textContent = seconds(time);
+      svg("text", { x: place, y: 18, "text-anchor": anchor }, this.svg).textContent = `${(time / scale).toFixed(digits)} ${unit}`;
     }
   }
 }
