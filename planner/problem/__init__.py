@@ -55,6 +55,7 @@ from planner.problem.recompute import (
     recomputed,
     rounded,
     simple_sets,
+    source_blocks,
     spelled_out,
     whole_layers,
 )

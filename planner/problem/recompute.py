@@ -41,6 +41,11 @@ def recomputed(trace: Trace, chosen: Iterable[Recompute]) -> Trace:
     return _derive(trace, chosen)[0]
 
 
+def source_blocks(trace: Trace, chosen: Iterable[Recompute]) -> list[int]:
+    """Return, for each block of `recomputed(trace, chosen)`, which block of `trace` it is. Raises as that does."""
+    return _derive(trace, chosen)[1]
+
+
 def spelled_out(trace: Trace, plan: Plan) -> tuple[Trace, Plan]:
     """Return the trace with the plan's re-runs, and the plan's moves and updates for that trace.
 
@@ -71,7 +76,7 @@ def folded(trace: Trace, chosen: Sequence[Recompute], plan: Plan) -> Plan:
     """
     if not chosen:
         return plan
-    sources = _derive(trace, chosen)[1]
+    sources = source_blocks(trace, chosen)
     moves = _with_blocks(plan.moves, lambda move: sources[move.block])
     predicted = plan.predicted
     if predicted is not None:

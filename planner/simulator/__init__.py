@@ -6,7 +6,6 @@ from planner.simulator.timeline import (
     CriticalPath,
     HostUpdate,
     MemoryChange,
-    MemoryKind,
     PathSegment,
     StageTimes,
     Timeline,

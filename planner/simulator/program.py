@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from planner.errors import InfeasiblePlanError
 from planner.problem import device_iteration, gradients, host_start, host_updatable, parameters, user_stages
-from planner.schema import Block, Move, Plan, Subgroup, Trace
+from planner.schema import Block, Move, Plan, Subgroup, Trace, WaitingTier
 
-NOWHERE: frozenset[str] = frozenset()  # no tier
+NOWHERE: frozenset[WaitingTier] = frozenset()  # no tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class ReplayProgram:
     offloads: list[list[int]]
     prefetches: list[list[int]]
     initial: list[str]
-    persistent_places: list[frozenset[str]]
+    persistent_places: list[frozenset[WaitingTier]]
     updates: list[list[int]]
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)
     parameters: dict[int, frozenset[int]] = field(default_factory=dict)

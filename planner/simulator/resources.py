@@ -10,7 +10,7 @@ from typing import Any
 
 from planner.errors import InfeasiblePlanError
 from planner.problem import max_min_rates
-from planner.schema import Budgets, Hardware, Link, Trace
+from planner.schema import Budgets, Hardware, Link, Trace, WaitingTier
 from planner.simulator.program import ReplayProgram
 from planner.simulator.timeline import HostUpdate
 
@@ -23,7 +23,7 @@ class QueuedTransfer:
     block: int
     size: int
     inward: bool
-    tier: str
+    tier: WaitingTier
     queued: float
 
 
@@ -183,24 +183,24 @@ class TierUsage:
     `peak_bytes`: the most bytes that were used, by tier.
     """
 
-    def __init__(self, trace: Trace, budgets: Budgets, lasting: Sequence[frozenset[str]]) -> None:
+    def __init__(self, trace: Trace, budgets: Budgets, lasting: Sequence[frozenset[WaitingTier]]) -> None:
         self._trace = trace
-        self._limits = {"host": budgets.host_bytes, "storage": budgets.storage_bytes}
+        self._limits: dict[WaitingTier, int | None] = {"host": budgets.host_bytes, "storage": budgets.storage_bytes}
         self._lasting = lasting
-        self._held: list[frozenset[str]] = [frozenset()] * len(trace.blocks)
+        self._held: list[frozenset[WaitingTier]] = [frozenset()] * len(trace.blocks)
         self._used = dict.fromkeys(self._limits, 0)
-        self.peak_bytes = dict(self._used)
+        self.peak_bytes: dict[str, int] = {tier: 0 for tier in self._used}
         for block, tiers in enumerate(lasting):
             for tier in tiers:
                 self.take(block, tier, stage=0)
 
-    def take(self, block: int, tier: str, *, stage: int) -> None:
-        """Record a copy that begins in `stage`, or that is there from the start.
+    def take(self, block: int, tier: WaitingTier, *, stage: int) -> bool:
+        """Record a copy that begins in `stage`, or that is there from the start. Return whether that takes room.
 
         Raises InfeasiblePlanError where there is no room.
         """
         if tier in self._held[block]:
-            return
+            return False
         self._held[block] |= {tier}
         self._used[tier] += self._trace.blocks[block].size_bytes
         self.peak_bytes[tier] = max(self.peak_bytes[tier], self._used[tier])
@@ -212,13 +212,16 @@ class TierUsage:
                 stage=self._trace.stages[stage].name,
                 block=self._trace.blocks[block].name,
             )
+        return True
 
-    def held(self) -> list[frozenset[str]]:
+    def held(self) -> list[frozenset[WaitingTier]]:
         """The tiers that each block has a place in, by block."""
         return list(self._held)
 
-    def give_back(self, block: int) -> None:
-        """Record that the block has died."""
-        for tier in self._held[block] - self._lasting[block]:
+    def give_back(self, block: int) -> frozenset[WaitingTier]:
+        """Record that the block has died. Return the tiers where that leaves room."""
+        freed = self._held[block] - self._lasting[block]
+        for tier in freed:
             self._used[tier] -= self._trace.blocks[block].size_bytes
         self._held[block] &= self._lasting[block]
+        return freed

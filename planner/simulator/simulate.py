@@ -31,13 +31,13 @@ from typing import Literal
 
 from planner.errors import InfeasiblePlanError, PlanError
 from planner.problem import spelled_out
-from planner.schema import Plan, Trace, short_fingerprint
+from planner.schema import Plan, Tier, Trace, WaitingTier, short_fingerprint
 from planner.simulator.program import NOWHERE, compile_program
 from planner.simulator.resources import Channel, HostProcessor, Links, QueuedTransfer, TierUsage
-from planner.simulator.timeline import HostUpdate, MemoryChange, MemoryKind, StageTimes, Standing, Timeline, Transfer, agree, same
+from planner.simulator.timeline import HostUpdate, MemoryChange, StageTimes, Standing, Timeline, Transfer, agree, same
 
 _MAX_ITERATIONS = 32
-_HOST = frozenset({"host"})
+_HOST: frozenset[WaitingTier] = frozenset({"host"})
 
 
 def simulate(trace: Trace, plan: Plan) -> Timeline:
@@ -76,10 +76,11 @@ class _Replay:
     def __init__(self, trace: Trace, plan: Plan) -> None:
         self.plan, self.program, self.links = plan, compile_program(trace, plan), Links(trace.hardware)
         self.layout, self.channels = self.program.layout, self.links.channels
+        self.source = trace  # with the sizes of what only the host's updates use
         self.trace = self.layout.trace
         self.device_budget = plan.budgets.device_bytes
         self.state: list[Literal["device", "leaving", "coming", "away"]] = ["away"] * len(trace.blocks)
-        self.copies: list[frozenset[str]] = [NOWHERE] * len(trace.blocks)  # tiers with a valid copy
+        self.copies: list[frozenset[WaitingTier]] = [NOWHERE] * len(trace.blocks)  # tiers with a valid copy
         self.dead: set[int] = set()  # blocks that died while they were leaving
         self.used = self.peak = 0  # bytes on the device
         self.now = 0.0
@@ -156,8 +157,8 @@ class _Replay:
                 raise self._stuck()
         start = self.now
         for block in self.layout.born[stage]:
-            self._take_device(self.trace.blocks[block].size_bytes, self.trace.blocks[block].kind)
-        self._take_device(self.trace.stages[stage].workspace_bytes, "workspace")
+            self._take_device(self.trace.blocks[block].size_bytes, block)
+        self._take_device(self.trace.stages[stage].workspace_bytes, None)
         self.waiting_bytes = 0
         end = start + self.trace.stages[stage].duration_seconds
         while self._proceed(end):
@@ -166,12 +167,13 @@ class _Replay:
         self._end_stage(stage, start)
 
     def _held(self) -> list[MemoryChange]:
-        """What is on the device now, by kind, as the changes that an iteration begins with."""
-        held: dict[MemoryKind, int] = {}
-        for block, state in zip(self.trace.blocks, self.state, strict=True):
-            if state != "away":
-                held[block.kind] = held.get(block.kind, 0) + block.size_bytes
-        return [(0.0, kind, size) for kind, size in held.items() if size]
+        """What the tiers hold now, as the changes that an iteration begins with."""
+        found: list[MemoryChange] = []
+        for block, below in zip(self.source.blocks, self.tier_usage.held(), strict=True):
+            device_bytes = 0 if self.state[block.id] == "away" else self.trace.blocks[block.id].size_bytes
+            sizes: dict[Tier, int] = {"device": device_bytes, **dict.fromkeys(below, block.size_bytes)}
+            found += [(0.0, tier, block.id, size) for tier, size in sizes.items() if size]
+        return found
 
     def _reach(self, stage: int) -> None:
         self.stage, self.reached_at = stage, self.now
@@ -210,7 +212,7 @@ class _Replay:
             self.state[block] = "device"
         for block in self.layout.written[stage]:
             self.copies[block] = NOWHERE
-        self._free_device(self.trace.stages[stage].workspace_bytes, "workspace")
+        self._free_device(self.trace.stages[stage].workspace_bytes, None)
         for block in self.layout.dying[stage]:
             self._die(block)
         for index in self.program.drops[stage]:
@@ -224,9 +226,10 @@ class _Replay:
             self.dead.add(block)
             return
         if self.state[block] == "device":
-            self._free_device(self.trace.blocks[block].size_bytes, self.trace.blocks[block].kind)
+            self._free_device(self.trace.blocks[block].size_bytes, block)
         self.state[block] = "away"
-        self.tier_usage.give_back(block)
+        for tier in self.tier_usage.give_back(block):
+            self._changed(tier, block, -self.source.blocks[block].size_bytes)
         self.copies[block] = NOWHERE
 
     def _drop(self, index: int) -> None:
@@ -240,7 +243,7 @@ class _Replay:
                 block=block.name,
             )
         self.state[block.id] = "away"
-        self._free_device(block.size_bytes, block.kind)
+        self._free_device(block.size_bytes, block.id)
         if index in self.program.awaiting:  # it cannot come back before the update has written it
             self.processor.stale.add(block.id)
 
@@ -272,11 +275,12 @@ class _Replay:
                     continue
                 if self.used + self.waiting_bytes + job.size > self.device_budget:
                     continue
-                self._take_device(job.size, self.trace.blocks[job.block].kind)
+                self._take_device(job.size, job.block)
                 self.state[job.block] = "coming"
                 self.visible_copies += job.block in self.layout.visible
             else:
-                self.tier_usage.take(job.block, job.tier, stage=self.stage)
+                if self.tier_usage.take(job.block, job.tier, stage=self.stage):
+                    self._changed(job.tier, job.block, job.size)
             self.links.begin(channel, self.now)
 
     def _proceed(self, limit: float) -> bool:
@@ -309,7 +313,7 @@ class _Replay:
             self.state[job.block] = "device"
         else:
             self.state[job.block] = "away"
-            self._free_device(job.size, self.trace.blocks[job.block].kind)
+            self._free_device(job.size, job.block)
             self.copies[job.block] |= {job.tier}
             if self.plan.moves[job.move].prefetch is None:
                 self.processor.landed.add(job.block)
@@ -341,14 +345,17 @@ class _Replay:
             block=self.trace.blocks[missing[0]].name if missing else None,
         )
 
-    def _take_device(self, size: int, kind: MemoryKind) -> None:
-        if size:
-            self.used += size
-            if self.used > self.peak:
-                self.peak = self.used
-            self.memory.append((self.now - self.iteration_began, kind, size))
+    def _take_device(self, size: int, block: int | None) -> None:
+        """Take room on the device for a block, or for workspace (None)."""
+        self.used += size
+        if self.used > self.peak:
+            self.peak = self.used
+        self._changed("device", block, size)
 
-    def _free_device(self, size: int, kind: MemoryKind) -> None:
+    def _free_device(self, size: int, block: int | None) -> None:
+        self.used -= size
+        self._changed("device", block, -size)
+
+    def _changed(self, tier: Tier, block: int | None, size: int) -> None:
         if size:
-            self.used -= size
-            self.memory.append((self.now - self.iteration_began, kind, -size))
+            self.memory.append((self.now - self.iteration_began, tier, block, size))

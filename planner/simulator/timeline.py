@@ -22,17 +22,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isclose
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import networkx as nx
 
 from planner.problem import host_start, recomputed, user_stages
-from planner.schema import BlockKind, Plan, Trace
+from planner.schema import Plan, Tier, Trace
 
 _SAME = 1e-9  # share of the iteration by which times may differ: sums in another order round differently
-
-# What takes room on the device: blocks of a kind, or the workspace of the stage that runs.
-MemoryKind = BlockKind | Literal["workspace"]
 
 
 class StageTimes(NamedTuple):
@@ -71,8 +68,9 @@ class HostUpdate(NamedTuple):
     end_seconds: float
 
 
-# When the device's memory takes or loses bytes, in seconds from the end of the iteration before; for what; and how many.
-MemoryChange = tuple[float, MemoryKind, int]
+# When a tier takes or loses bytes, in seconds from the end of the iteration before; which tier; for which block, as numbered in
+# `planner.recomputed` (None: the workspace of the stage that runs); and how many.
+MemoryChange = tuple[float, Tier, int | None, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +78,8 @@ class Timeline:
     """What a plan does in one iteration of the steady state.
 
     Keys of `peak_bytes` are tiers; keys of `moved_bytes` are links (`"device->storage"` and the like). `memory`: the changes of
-    the device's memory in order. They begin with what is there when the iteration begins, so that the sum up to any change is
-    what is on the device then.
+    all tiers in order. They begin with what is there when the iteration begins, so that the sum up to any change is what a tier
+    holds then.
     """
 
     iteration_seconds: float

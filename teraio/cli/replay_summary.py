@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import planner
 from planner.problem import recompute_seconds
+from planner.schema import Link
 from planner.simulator import STAGES, PathSegment, critical_path
 from teraio.cli.output import (
     Data,
@@ -14,6 +15,7 @@ from teraio.cli.output import (
     Table,
     budget,
     exact_bytes,
+    format_bytes,
     format_seconds,
     iteration_time,
     share,
@@ -53,7 +55,7 @@ def summarise_replay(trace: planner.Trace, plan: planner.Plan, timeline: planner
         "peak_bytes": dict(timeline.peak_bytes),
         "moved_bytes": dict(timeline.moved_bytes),
         "storage_written_bytes": timeline.storage_written_bytes,
-        "links": [_link(link.name, timeline) for link in trace.hardware.links],
+        "links": [_link(link, timeline) for link in trace.hardware.links],
         "host_processor": {
             "updates": len(timeline.updates),
             "busy_seconds": sum(update.end_seconds - update.start_seconds for update in timeline.updates),
@@ -63,12 +65,13 @@ def summarise_replay(trace: planner.Trace, plan: planner.Plan, timeline: planner
     }
 
 
-def _link(name: str, timeline: planner.Timeline) -> Data:
-    transfers = [transfer for transfer in timeline.transfers if transfer.link == name]
+def _link(link: Link, timeline: planner.Timeline) -> Data:
+    transfers = [transfer for transfer in timeline.transfers if transfer.link == link.name]
     return {
-        "link": name,
+        "link": link.name,
+        "bytes_per_second": link.bytes_per_second,
         "transfers": len(transfers),
-        "size_bytes": timeline.moved_bytes.get(name, 0),
+        "size_bytes": timeline.moved_bytes.get(link.name, 0),
         "busy_seconds": sum(transfer.end_seconds - transfer.start_seconds for transfer in transfers),
     }
 
@@ -131,6 +134,8 @@ def links_table(links: Sequence[Data], iteration_seconds: float) -> Table:
             ">size": "size_bytes",
             ">busy": "busy_seconds",
             ">of the iteration": lambda link: share(link["busy_seconds"], iteration_seconds),
+            ">rate then": lambda link: link["transfers"] and f"{format_bytes(link['size_bytes'] / link['busy_seconds'])}/s",
+            ">of": "bytes_per_second",
         },
         rows=links,
     )

@@ -1,9 +1,10 @@
 // The data of the page, and charts over time: one window of time for all, things that can be chosen by pointer and keys.
-// `report.js` fills them.
+// `tables.js` and `report.js` fill the page with them.
 "use strict";
 
 const report = JSON.parse(document.getElementById("report-data").textContent);
 const timeline = report.facts && report.facts.timeline;
+const blocks = report.facts ? report.facts.blocks : [];
 const NAMESPACE = "http://www.w3.org/2000/svg";
 
 function svg(name, attributes, parent) {
@@ -38,6 +39,28 @@ function seconds(time) {
   return time <= 0 ? "0 s" : `${(time / 1e-9).toFixed(0)} ns`;
 }
 
+// Round values for an axis, at most `count` steps.
+function ticks(from, to, count) {
+  const rough = (to - from) / Math.max(count, 1);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= rough);
+  const found = [];
+  for (let number = Math.ceil(from / step); number * step <= to; number += 1) found.push(number * step);
+  return found;
+}
+
+// The same for sizes: round in the unit in which they are written.
+function sizeTicks(to, count) {
+  const unit = [2 ** 40, 2 ** 30, 2 ** 20, 2 ** 10, 1].find((each) => to >= each) || 1;
+  return ticks(0, to / unit, count).map((value) => value * unit).filter((size) => size > 0);
+}
+
+// The longest name that there is room for (the shortest is the last), or the begin of that.
+function fitting(names, width) {
+  const room = Math.floor((width - 6) / 6.6);
+  return names.find((name) => name.length <= room) || (room >= 6 ? `${names[names.length - 1].slice(0, room - 1)}…` : "");
+}
+
 // -- the window of time that all charts show
 
 const whole = timeline ? Math.max(timeline.seconds, timeline.unplanned.seconds) : 1;
@@ -62,14 +85,40 @@ function pan(share) {
   show(view.from + shift, view.to + shift);
 }
 
+// -- what is chosen: what is pointed at, until something is pinned; of a pinned block, all copies are marked
+
+const choice = { chart: null, index: -1, pinned: false, block: null };
+
+// told: title, facts: [label, value]..., block or undefined, and what can be done: [label, act]...
+function tell({ title, facts, acts = [] }) {
+  const panel = document.getElementById("told");
+  panel.replaceChildren();
+  panel.parentElement.classList.add("shown");
+  html("b", {}, panel, title);
+  for (const [label, value] of facts) if (value !== "") html("span", {}, panel, `${label}: ${value}`);
+  if (!choice.pinned) return;
+  const shown = html("div", {}, panel);
+  for (const [label, act] of [...acts, ["close", unpin]]) html("button", { type: "button" }, shown, label).addEventListener("click", act);
+}
+
+function unpin() {
+  Object.assign(choice, { chart: null, index: -1, pinned: false, block: null });
+  document.getElementById("details").classList.remove("shown");
+  drawAll();
+}
+
+function drawAll() {
+  for (const chart of charts) chart.draw();
+}
+
 // -- one chart: things over time, one after the other, of which one can be chosen
 
 class Chart {
-  // items: in order of time, each with from, to, tell() -> [title, [label, value]...]
+  // items: in order of time, each with from, to, look, tell() as above; perhaps names (the shortest last), block, and tall, which
+  // is its share of the height
   constructor(parent, name, note, items, height) {
     this.items = items;
     this.height = height;
-    this.chosen = -1;
     this.box = html("div", { class: "lane", tabindex: "0", role: "group", "aria-label": `${name}. ${note}. Arrow keys choose.` }, parent);
     const head = html("div", { class: "lane-name" }, this.box);
     html("strong", {}, head, name);
@@ -77,6 +126,10 @@ class Chart {
     this.svg = svg("svg", { height, "aria-hidden": "true" }, this.box);
     this.listen();
     charts.push(this);
+  }
+
+  get chosen() {
+    return choice.chart === this ? choice.index : -1;
   }
 
   x(time) {
@@ -98,25 +151,46 @@ class Chart {
 
   paint() {
     const paths = new Map();
+    const edges = [];
+    const named = [];
     let end = -10;
     for (const item of this.visible()) {
       const left = Math.max(this.x(item.from), -2);
       const least = left - end > 0.6 ? 0.6 : 0.05; // what stands alone is always seen; what is dense keeps its share of the colour
       const width = Math.max(Math.min(this.x(item.to), this.width + 2) - left, least);
       end = left + width;
+      const tall = Math.max((item.tall ?? 1) * (this.height - 4), 1);
       const path = paths.get(item.look) || [];
-      path.push(`M${left.toFixed(2)} 2h${width.toFixed(2)}v${this.height - 4}h${(-width).toFixed(2)}z`);
+      path.push(`M${left.toFixed(2)} ${(this.height - 2 - tall).toFixed(1)}h${width.toFixed(2)}v${tall.toFixed(1)}h${(-width).toFixed(2)}z`);
       paths.set(item.look, path);
+      if (width > 3) edges.push(`M${end.toFixed(2)} 2v${this.height - 4}`);
+      if (item.names && width > 12) named.push([item.names, Math.max(left, 0), width]);
     }
     for (const [look, path] of paths) svg("path", { class: look, d: path.join("") }, this.svg);
+    if (edges.length) svg("path", { class: "edge", d: edges.join("") }, this.svg);
+    for (const [names, left, width] of named) {
+      const name = fitting(names, width);
+      if (name) svg("text", { x: left + 3, y: this.height / 2 + 4 }, this.svg).textContent = name;
+    }
+  }
+
+  // marks: [share of the height, text] of a y axis.
+  axis(marks) {
+    for (const [share, text] of marks) {
+      const y = this.height - share * this.height;
+      svg("line", { class: "grid", x1: 0, x2: this.width, y1: y, y2: y }, this.svg);
+      svg("text", { x: 4, y: Math.max(y - 3, 11) }, this.svg).textContent = text;
+    }
   }
 
   mark() {
-    const item = this.items[this.chosen];
-    if (!item || item.to < view.from || item.from > view.to) return;
-    const left = this.x(item.from);
-    const width = Math.max(this.x(item.to) - left, 2);
-    svg("rect", { class: "chosen", x: left, y: 1, width, height: this.height - 2 }, this.svg);
+    this.items.forEach((item, index) => {
+      const shared = choice.block !== null && item.block === choice.block;
+      if ((index !== this.chosen && !shared) || item.to < view.from || item.from > view.to) return;
+      const left = this.x(item.from);
+      const width = Math.max(this.x(item.to) - left, 2);
+      svg("rect", { class: "chosen", x: left, y: 1, width, height: this.height - 2 }, this.svg);
+    });
   }
 
   at(position) {
@@ -131,21 +205,27 @@ class Chart {
     return best;
   }
 
-  choose(index) {
-    if (index < 0 || index >= this.items.length) return;
-    for (const chart of charts) if (chart !== this && chart.chosen >= 0) {
-      chart.chosen = -1;
-      chart.draw();
-    }
-    this.chosen = index;
+  // pinned: until something else is chosen by a click or a key; what is only pointed at does not replace it.
+  choose(index, pinned) {
+    if (index < 0 || index >= this.items.length || (choice.pinned && !pinned)) return;
     const item = this.items[index];
-    if (item.to < view.from || item.from > view.to) {
-      const half = (view.to - view.from) / 2;
-      show(item.from - half, item.from + half);
-    } else {
-      this.draw();
-    }
+    const before = choice.chart;
+    Object.assign(choice, { chart: this, index, pinned, block: pinned ? item.block ?? null : null });
+    const half = (view.to - view.from) / 2;
+    if (item.to < view.from || item.from > view.to) show(item.from - half, item.from + half);
+    else if (pinned) drawAll();
+    else for (const chart of new Set([before, this])) if (chart) chart.draw();
     tell(item.tell());
+  }
+
+  // Shows an item that was chosen elsewhere, in a window in which it can be seen.
+  reveal(index) {
+    const item = this.items[index];
+    if (!item) return;
+    const span = Math.max(60 * (item.to - item.from), whole / 2000);
+    if (view.to - view.from > 4 * span) show(item.from - span / 2, item.from + span / 2);
+    this.choose(index, true);
+    this.box.scrollIntoView({ block: "center" });
   }
 
   listen() {
@@ -162,11 +242,11 @@ class Chart {
         show(held.from - shift, held.to - shift);
       } else if (event.pointerType === "mouse") {
         const index = this.at(place(event));
-        if (index !== this.chosen) this.choose(index);
+        if (index !== this.chosen) this.choose(index, false);
       }
     });
     this.svg.addEventListener("pointerup", (event) => {
-      if (held && !held.moved) this.choose(this.at(place(event)));
+      if (held && !held.moved) this.choose(this.at(place(event)), true);
       held = null;
     });
     this.svg.addEventListener("pointercancel", () => (held = null));
@@ -183,14 +263,14 @@ class Chart {
     const item = this.items[this.chosen];
     const around = item ? Math.min(Math.max((item.from + item.to) / 2, view.from), view.to) : undefined;
     const acts = {
-      ArrowRight: () => this.choose(this.chosen < 0 ? first : this.chosen + 1),
-      ArrowLeft: () => this.choose(this.chosen < 0 ? first : this.chosen - 1),
-      Home: () => this.choose(0),
-      End: () => this.choose(this.items.length - 1),
+      ArrowRight: () => this.choose(this.chosen < 0 ? first : this.chosen + 1, true),
+      ArrowLeft: () => this.choose(this.chosen < 0 ? first : this.chosen - 1, true),
+      Home: () => this.choose(0, true),
+      End: () => this.choose(this.items.length - 1, true),
       "+": () => zoom(0.5, around),
       "-": () => zoom(2, around),
       Escape: () => {
-        document.getElementById("details").classList.remove("shown");
+        unpin();
         show(0, whole);
       },
     };
@@ -200,6 +280,26 @@ class Chart {
   }
 }
 
+// A lane of a link: its copies are as high as their rates.
+class Link extends Chart {
+  constructor(parent, name, note, items, most) {
+    super(parent, name, note, items, 44);
+    this.most = most;
+  }
+
+  paint() {
+    super.paint();
+    this.axis([[0.96, `${bytes(this.most)}/s`], [0.5, ""]]);
+  }
+}
+
+// The blocks that make up what a tier holds at a time, the largest first.
+function holders(rows, time) {
+  const held = rows.held.filter(([, from, to]) => from <= time && time < to).map(([block]) => block);
+  return held.sort((one, other) => blocks[other].size_bytes - blocks[one].size_bytes);
+}
+
+// What a tier holds over time, by kind; budget: null where there is no limit.
 class Memory extends Chart {
   constructor(parent, name, note, rows, budget) {
     const items = rows.points.map((point, index) => ({
@@ -207,20 +307,28 @@ class Memory extends Chart {
       to: index + 1 < rows.points.length ? rows.points[index + 1][0] : rows.seconds,
       sizes: point.slice(1),
       total: point.slice(1).reduce((sum, size) => sum + size, 0),
-      tell: () => [
-        `${name}, from ${seconds(point[0])}`,
-        ["in all", bytes(items[index].total)],
-        ["budget", bytes(budget)],
-        ...rows.kinds.map((kind, number) => [kind.replace("_", " "), bytes(point[number + 1])]),
-      ],
+      tell: () => this.told(items[index]),
     }));
-    super(parent, name, note, items, 190);
-    this.most = Math.max(...items.map((item) => item.total), 0);
-    Object.assign(this, { rows, budget, top: 1.08 * Math.max(this.most, budget) });
+    super(parent, name, note, items, 150);
+    this.most = items.reduce((most, item) => Math.max(most, item.total), 0);
+    Object.assign(this, { name, rows, budget, top: 1.12 * Math.max(this.most, budget || 0, 1) });
+  }
+
+  told(item) {
+    const facts = [
+      ["in all", bytes(item.total)],
+      ["budget", this.budget === null ? "no limit" : bytes(this.budget)],
+      ...this.rows.kinds.map((kind, number) => [kind.replace("_", " "), bytes(item.sizes[number])]),
+    ];
+    const title = `${this.name}, from ${seconds(item.from)}`;
+    if (!choice.pinned) return { title, facts };
+    const held = holders(this.rows, item.from);
+    facts.push(["blocks", `${held.length}, of which the largest are these`]);
+    return { title, facts, acts: held.slice(0, 12).map((block) => [`${blocks[block].name} ${bytes(blocks[block].size_bytes)}`, () => pinBlock(block)]) };
   }
 
   y(size) {
-    return this.height - (size / this.top) * (this.height - 14);
+    return this.height * (1 - size / this.top);
   }
 
   // Of the points that fall on one pixel, the highest.
@@ -254,10 +362,12 @@ class Memory extends Chart {
       });
       if (top.length) svg("path", { class: kind, d: `M${top.join("L")}L${bottom.reverse().join("L")}z` }, this.svg);
     });
+    this.axis(sizeTicks(this.top, 4).map((size) => [size / this.top, bytes(size)]));
+    svg("text", { x: this.width - 6, y: 14, "text-anchor": "end" }, this.svg).textContent = `peak ${bytes(this.most)}`;
+    if (this.budget === null) return;
     const line = this.y(this.budget);
     svg("line", { class: "budget", x1: 0, x2: this.width, y1: line, y2: line }, this.svg);
-    svg("text", { x: 6, y: line - 5 }, this.svg).textContent = `budget ${bytes(this.budget)}`;
-    svg("text", { x: this.width - 6, y: 14, "text-anchor": "end" }, this.svg).textContent = `peak ${bytes(this.most)}`;
+    svg("text", { x: this.width / 2, y: line - 5, "text-anchor": "middle" }, this.svg).textContent = `budget ${bytes(this.budget)}`;
   }
 
   mark() {
@@ -279,28 +389,43 @@ class Axis {
     if (!width) return;
     this.svg.setAttribute("viewBox", `0 0 ${width} 22`);
     this.svg.replaceChildren();
-    for (const time of ticks(view.from, view.to, width / 85)) {
+    const times = ticks(view.from, view.to, width / 85);
+    const [unit, scale] = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]].find(([, each]) => view.to >= each) || ["ns", 1e-9];
+    const digits = Math.max(Math.ceil(-Math.log10((times[1] - times[0]) / scale) - 1e-9), 0) || 0; // so that no two look alike
+    for (const time of times) {
       const place = ((time - view.from) / (view.to - view.from)) * width;
       svg("line", { class: "grid", x1: place, x2: place, y1: 0, y2: 5 }, this.svg);
       const anchor = place < 20 ? "start" : place > width - 30 ? "end" : "middle";
-      svg("text", { x: place, y: 18, "text-anchor": anchor }, this.svg).textContent = seconds(time);
+      svg("text", { x: place, y: 18, "text-anchor": anchor }, this.svg).textContent = `${(time / scale).toFixed(digits)} ${unit}`;
     }
   }
 }
 
-function ticks(from, to, count) {
-  const rough = (to - from) / Math.max(count, 1);
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= rough);
-  const found = [];
-  for (let number = Math.ceil(from / step); number * step <= to; number += 1) found.push(number * step);
-  return found;
-}
+// The life of one block: in which tiers it is when, and the stages that use it.
+class Life {
+  constructor(parent) {
+    this.svg = svg("svg", { height: 66, role: "img" }, parent);
+    this.tiers = { device: timeline.memory, ...timeline.below };
+    charts.push(this);
+  }
 
-function tell([title, ...facts]) {
-  const panel = document.getElementById("details");
-  panel.replaceChildren();
-  panel.classList.add("shown");
-  html("b", {}, panel, title);
-  for (const [label, value] of facts) if (value !== "") html("span", {}, panel, `${label}: ${value}`);
+  draw() {
+    const width = this.svg.parentElement.clientWidth;
+    this.svg.replaceChildren();
+    this.svg.style.display = choice.block === null ? "none" : "";
+    if (choice.block === null || !width) return;
+    const block = blocks[choice.block];
+    this.svg.setAttribute("viewBox", `0 0 ${width} 66`);
+    this.svg.setAttribute("aria-label", `Where ${block.name} is over the iteration`);
+    const x = (time) => Math.min(Math.max(((time - view.from) / (view.to - view.from)) * width, -2), width + 2);
+    Object.entries(this.tiers).forEach(([tier, rows], row) => {
+      const y = 2 + 18 * row;
+      for (const [, from, to] of rows.held.filter(([held]) => held === choice.block))
+        svg("rect", { class: block.kind, x: x(from), y, width: Math.max(x(to) - x(from), 0.6), height: 14 }, this.svg);
+      svg("text", { x: 4, y: y + 11 }, this.svg).textContent = tier;
+    });
+    const uses = block.uses.map((number) => timeline.stages[number]).filter((stage) => stage.end >= view.from && stage.start <= view.to);
+    for (const stage of uses) svg("path", { class: "use", d: `M${x(stage.start)} 0v57H${x(stage.end)}v-57` , fill: "none" }, this.svg);
+    svg("text", { x: 4, y: 64 }, this.svg).textContent = "lines: stages that use it";
+  }
 }

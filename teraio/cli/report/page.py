@@ -1,4 +1,4 @@
-"""A report as one HTML page that loads nothing: tables here, charts by `charts.js` and `report.js` from its data."""
+"""A report as one HTML page that loads nothing: tables here, charts and long tables by `*.js` from its data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from teraio.cli.output import (
     rates,
     share,
 )
-from teraio.cli.replay_summary import links_table, stalls_table
+from teraio.cli.replay_summary import links_table
+from teraio.cli.report.palette import KINDS, PHASES, STALL, style
 
 # What the page may load: nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -52,15 +53,16 @@ _PAGE = """<!doctype html>
 </html>
 """
 
-_MEMORY = """<section id="memory"><h2>Device memory over the iteration</h2>
-<p class="faint">Predicted by the simulator. Time has the same scale in both charts, memory has not: the dashed line is the
-budget in both.</p>
+_MEMORY = """<section id="memory"><h2>Memory over the iteration</h2>
+<p class="faint">Predicted by the simulator. Time has the same scale in all charts. Point at a moment for the sizes; click for the
+largest blocks.</p>
 <ul class="legend">{legend}</ul>
 <div id="memory-charts"></div></section>"""
 
 _TIMELINE = """<section id="timeline"><h2>What happens when</h2>
-<p class="faint">Predicted by the simulator: one iteration of the steady state. Point at something, or choose a lane (Tab) and
-use the arrow keys; + and - zoom, Escape shows all. Drag to move.</p>
+<p class="faint">Predicted by the simulator: one iteration of the steady state. Copies have the colours of their blocks' kinds, as
+above, and are as high as their rates. Point at something, or choose a lane (Tab) and use the arrow keys; + and - zoom, Escape
+shows all. Drag to move; a click pins, and shows the life of the block.</p>
 <div class="tools" role="toolbar" aria-label="Window of time">
 <button type="button" id="zoom-in" aria-label="Zoom in">+</button>
 <button type="button" id="zoom-out" aria-label="Zoom out">−</button>
@@ -69,9 +71,13 @@ use the arrow keys; + and - zoom, Escape shows all. Drag to move.</p>
 <button type="button" id="all">All</button>
 <span class="faint" id="window"></span></div>
 <ul class="legend">{legend}</ul>
-<div id="lanes"></div>
-<div id="details" role="status" aria-live="polite"></div></section>
-<noscript><p>The charts need JavaScript. The tables do not.</p></noscript>"""
+<div id="lanes"></div></section>
+<aside id="details" aria-label="What is chosen">
+<div id="told" role="status" aria-live="polite"></div><div id="life"></div></aside>
+<noscript><p>The charts, and the tables of stages, blocks and copies, need JavaScript.</p></noscript>"""
+
+# Tables that `tables.js` fills: all rows, sorted by a click on a column, searched.
+_ROWS = """<section id="{name}"><h2>{title}</h2><p class="faint">{told}</p><div class="rows"></div></section>"""
 
 
 class _Html(str):
@@ -83,24 +89,24 @@ def html_page(report: Data) -> str:
     facts = report["facts"]
     name = f"trace {short_fingerprint(report['trace_fingerprint'])}" if facts is None else facts["name"]
     title = f"Plan for {_text(name)}"
-    without = "<p>Give the trace (--trace) to see memory, copies, stalls and idle blocks.</p>"
+    without = "<p>Give the trace (--trace) to see memory, stages, copies and blocks.</p>"
     sections = [
         f"<h1>{title}</h1>",
         _verdict(report),
         _cards(report),
-        _origin(report),
         *([without] if facts is None else _of_trace(facts)),
         _lengths(report["lengths"]),
         _sweep(report["sweep"]),
         _policies(report["comparison"]),
         _measured(report),
+        _origin(report),
     ]
     room = resources.files("teraio.cli.report")
     return _PAGE.format(
         policy=_POLICY,
         title=title,
-        css=room.joinpath("report.css").read_text("utf-8"),
-        js="\n".join(room.joinpath(name).read_text("utf-8") for name in ("charts.js", "report.js")),
+        css=style() + room.joinpath("report.css").read_text("utf-8"),
+        js="\n".join(room.joinpath(name).read_text("utf-8") for name in ("charts.js", "tables.js", "report.js")),
         body="\n".join(section for section in sections if section),
         # A name in the data must not end the script: no "<" of it is one of HTML.
         data=json.dumps(report, separators=(",", ":")).replace("<", "\\u003c"),
@@ -172,7 +178,10 @@ def _verdict(report: Data) -> str:
 
 
 def _cards(report: Data) -> str:
-    """Return six cards at the most: a figure under its name, and what belongs to it."""
+    """Return six cards: a figure under its name, and what belongs to it. The last: rates, or the bound where they are not known.
+
+    A plan without a prediction has two.
+    """
     predicted, facts, budgets = report["predicted"], report["facts"], report["budgets"]
     needs = facts and f"{format_bytes(facts['floor_bytes'])} at least, {format_bytes(facts['peak_bytes'])} if nothing moves"
     limits = {tier: budgets[f"{tier}_bytes"] for tier in ("host", "storage")}
@@ -193,70 +202,51 @@ def _cards(report: Data) -> str:
             "below the device": (format_bytes(sum(predicted["peak_bytes"].get(tier, 0) for tier in limits)), below),
         }
         done = list(rates(seconds, facts and facts["work"]).items())
-        cards |= {name: (rate, ", ".join(f"{other} {what}" for what, other in done[1:])) for name, rate in done[:1]}
+        bound = predicted["lower_bound_seconds"]
+        name, figure = done[0] if done else ("no plan is faster than", format_seconds(bound) if bound else "not known")
+        cards[name] = (figure, ", ".join(f"{other} {what}" for what, other in done[1:]))
     entries = "".join(
         f'<div><dt>{_text(name)}</dt><dd>{_text(figure)}</dd><dd class="faint">{_text(beneath)}</dd></div>'
         for name, (figure, beneath) in cards.items()
     )
-    return f'<dl class="cards">{entries}</dl>'
+    return f'<dl class="cards" tabindex="0">{entries}</dl>'
 
 
 def _of_trace(facts: Data) -> list[str]:
     rows = facts["timeline"]
-    kinds = dict.fromkeys((*rows["unplanned"]["kinds"], *rows["memory"]["kinds"]))
-    phases = dict.fromkeys(stage["phase"] for stage in rows["stages"])
-    looks = [*((phase, phase) for phase in phases), ("stall", "stall"), ("out", "copy out"), ("in", "copy in")]
+    phases = {stage["phase"] for stage in rows["stages"]} | ({"optimizer"} if rows["updates"] else set())
+    kinds = {kind for memory in (rows["unplanned"], rows["memory"]) for kind in memory["kinds"]}
     links = links_table(facts["links"], rows["seconds"])
     return [
-        _MEMORY.format(legend=_legend((kind, kind.replace("_", " ")) for kind in kinds)),
-        _TIMELINE.format(legend=_legend(looks)),
+        _MEMORY.format(legend=_legend(kind for kind in KINDS if kind in kinds)),
+        _TIMELINE.format(legend=_legend([*(phase for phase in PHASES if phase in phases), *STALL])),
         _critical(facts["critical"]),
         _section("links", "Links", "Predicted, for one iteration.", links),
-        _stalls(facts),
-        _idle(facts),
+        _ROWS.format(name="stages", title="Stages", told="Those that wait the longest come first."),
+        _ROWS.format(
+            name="blocks",
+            title="Blocks",
+            told="By size and longest idle time, in an iteration that never waits. A row pins the life of its block.",
+        ),
+        _ROWS.format(name="copies", title="Copies", told="In the order in which they begin, and why each is made."),
     ]
 
 
-def _legend(entries: Iterable[tuple[str, str]]) -> str:
-    return "".join(f'<li><i class="{look}"></i>{_text(name)}</li>' for look, name in entries)
+def _legend(looks: Iterable[str]) -> str:
+    return "".join(f'<li><i class="{look}"></i>{look.replace("_", " ")}</li>' for look in looks)
 
 
 def _critical(critical: Data) -> str:
     whole = sum(critical.values())
     told = "The iteration takes as long as these, one after another. To make it shorter, one of them must get shorter."
     columns: dict[str, Column] = {
-        "on": lambda row: "computing" if row["on"] == STAGES else row["on"],
+        "on": lambda row: "compute" if row["on"] == STAGES else row["on"],
         ">time": "seconds",
         ">share": lambda row: share(row["seconds"], whole),
         "": lambda row: _bar(row["seconds"], whole),
     }
     rows = [{"on": resource, "seconds": seconds} for resource, seconds in critical.items()]
     return _section("critical", "What holds it up", told, Table(columns=columns, rows=rows))
-
-
-def _stalls(facts: Data) -> str:
-    stalls = facts["stalls"]
-    if not stalls:
-        return '<section id="stalls"><h2>Stalls</h2><p>No stage waits.</p></section>'
-    told = f"Stages that wait for a copy or for room, the longest first: {len(stalls)} of {facts['stall_count']}."
-    return _section("stalls", "Stalls", told, stalls_table(stalls, len(stalls)))
-
-
-def _idle(facts: Data) -> str:
-    told = f"By size and longest idle time, in an iteration that never waits: {len(facts['idle'])} of {facts['idle_count']}."
-    times = {0: "stays", 1: "leaves once"}
-    columns: dict[str, Column] = {
-        ">block": "block",
-        "name": "name",
-        "kind": lambda block: block["kind"].replace("_", " "),
-        ">size": "size_bytes",
-        ">longest idle": "longest_idle_seconds",
-        ">idle in all": "idle_seconds",
-        "with the plan": lambda block: (
-            "recomputed" if block["remade"] else times.get(block["moves"], f"leaves {block['moves']} times")
-        ),
-    }
-    return _section("idle", "Idlest blocks", told, Table(columns=columns, rows=facts["idle"]))
 
 
 def _time(row: Data) -> str:
@@ -276,8 +266,8 @@ def _sweep(sweep: Data | None) -> str:
     if sweep is None:
         return ""
     told = (
-        f"Predicted, each budget planned anew with the policy {sweep['policy']}. Dotted: without waiting. Shaded: no plan. "
-        "The ring is this plan."
+        f"Predicted, each budget planned anew with the policy {sweep['policy']}. Dotted: without waiting. "
+        "Shaded: there is no plan, as below the floor. The ring is this plan."
     )
     table = sweep_table(sweep)
     columns = {**table.columns, ">device budget": lambda point: exact_bytes(point["device_bytes"]), ">iteration": _time}

@@ -36,16 +36,17 @@ def test_memory_over_time(chain: Trace) -> None:
     """Activation 0 leaves from 1 s to 2 s while activation 1 is made; its copy in begins at 4 s, when activation 2 dies."""
     timeline = simulate(chain, by_hand(chain, 20, [move(0, 0, 5, 4)]))
     held, after = 0, {}
-    for seconds, _, size in timeline.memory:
-        held += size
-        after[seconds] = held
-    assert {kind for _, kind, _ in timeline.memory} == {"activation"}
+    for seconds, tier, _, size in timeline.memory:
+        if tier == "device":
+            held += size
+            after[seconds] = held
     assert after == {0.0: 10, 1.0: 20, 2.0: 20, 4.0: 20, 5.0: 10, 6.0: 0}
+    assert [change for change in timeline.memory if change[1] != "device"] == [(1.0, "storage", 0, 10), (6.0, "storage", 0, -10)]
 
 
 def test_memory_begins_with_what_stays_from_the_iteration_before(wrap: Trace) -> None:
     memory = simulate(wrap, by_hand(wrap, 25, [])).memory
-    assert memory == ((0.0, "parameter", 10), (0.0, "workspace", 15), (1.0, "workspace", -15))
+    assert memory == ((0.0, "device", 0, 10), (0.0, "device", None, 15), (1.0, "device", None, -15))
 
 
 def test_a_late_prefetch_stalls_its_stage(chain: Trace) -> None:

@@ -147,7 +147,7 @@ def test_why_a_block_moves_and_what_the_iteration_waits_for(run: RunCommand, tmp
         assert has_line(text, r"storage->device +activation\.1 +6\.00 s +1\.00 s") and "stages that wait\n" in text
         assert "host's processor" not in text
     assert fact(simulated, "iteration") == "10.0 s" and fact(simulated, "stall") == "4.00 s, 40.0%"
-    assert has_line(simulated, r"device->storage +2 +20 B +2\.00 s +20\.0%")
+    assert has_line(simulated, r"device->storage +2 +20 B +2\.00 s +20\.0% +10 B/s +10 B/s")
     alone = run("inspect", path, "--json").json
     assert alone["critical"] is alone["stalls"] is alone["moves"][0]["excess_bytes"] is None
 

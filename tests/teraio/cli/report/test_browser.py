@@ -92,8 +92,10 @@ def test_charts_are_drawn_and_nothing_is_wider_than_the_screen(name: str, size: 
     assert lanes.count() >= 3
     assert page.locator("#memory-charts path").count() >= 2
     assert all(lanes.nth(number).locator("path").count() for number in (0, 1))
+    fold = page.locator("#memory-charts svg").first.bounding_box()
+    assert fold["y"] + fold["height"] < SIZES[size][1], "a chart is above the fold"
     if name == "small":
-        assert page.locator("#sweep-chart .gap").count() == 2 and page.locator("#sweep-chart .dot").count() == 3
+        assert page.locator("#sweep-chart .gap").count() >= 1 and page.locator("#sweep-chart .dot").count() == 3
 
 
 @pytest.mark.parametrize("name", ["copies", "large"])
@@ -127,6 +129,43 @@ def test_pointing_tells_what_is_there(opened: Any, pages: dict[str, Path]) -> No
     assert "phase: forward" in page.locator("#details").inner_text()
     timeline = planner.simulate(*_trace_and_plan(pages))
     assert page.evaluate("report.facts.timeline.seconds") == timeline.iteration_seconds
+
+
+@pytest.mark.parametrize("name", ["copies", "large"])
+def test_from_a_row_to_the_lanes_and_back(name: str, opened: Any, pages: dict[str, Path]) -> None:
+    page = opened(pages[name], "desktop")
+    row = page.locator("#copies tbody tr").nth(1)
+    block = row.locator("td").first.inner_text()
+    row.click()
+    told = page.locator("#told")
+    assert told.locator("b").inner_text() == block
+    assert page.locator("#lanes .chosen").count() >= 1 and page.locator("#life rect").count() >= 1
+    told.locator("button", has_text="in the table of copies").click()
+    assert page.locator("#copies tr.found td").first.inner_text() == block
+    told.locator("button", has_text="close").click()
+    assert page.locator("#lanes .chosen").count() == 0
+
+
+def test_rows_are_searched_and_sorted(opened: Any, pages: dict[str, Path]) -> None:
+    page = opened(pages["large"], "desktop")
+    whole = page.locator("#blocks .pages span").inner_text()
+    page.fill("#blocks input", "layers.7.")
+    assert page.locator("#blocks .pages span").inner_text() != whole
+    assert all("layers.7." in text for text in page.locator("#blocks tbody tr").all_inner_texts())
+    page.locator("#stages th button", has_text="takes").click()
+    takes = "[...timeline.stages].map((stage) => stage.end - stage.start)"
+    assert page.locator("#stages tbody tr td").nth(5).inner_text() == page.evaluate(f"seconds(Math.max(...{takes}))")
+
+
+def test_a_click_tells_who_makes_up_the_memory(opened: Any, pages: dict[str, Path]) -> None:
+    page = opened(pages["large"], "desktop")
+    box = page.locator("#memory-charts svg").first.bounding_box()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 60)
+    held = page.locator("#told button")
+    assert held.count() == 13  # the 12 largest, and "close"
+    name = held.first.inner_text()
+    held.first.click()
+    assert name.startswith(page.locator("#told b").inner_text())
 
 
 def _trace_and_plan(pages: dict[str, Path]) -> tuple[Trace, Plan]:

@@ -6,8 +6,10 @@ import dataclasses
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import planner
 from planner import Budgets, Plan
 from planner.problem import live_bytes
 from planner.simulator import critical_path
+from teraio.cli.report.palette import KINDS, PHASES, STALL, style
 from teraio.watching import IterationStats, RunPhase
 
 from ....planner.traces import hand
@@ -99,19 +102,55 @@ def test_the_timeline_is_that_of_the_simulator(name: str, device_bytes: int, rep
     assert [(u["subgroup"], u["start"], u["end"]) for u in rows["updates"]] == [
         (u.subgroup, u.start_seconds, u.end_seconds) for u in replayed.updates
     ]
-    held = [sum(point[1:]) for point in rows["memory"]["points"]]
-    assert max(held) == replayed.peak_bytes["device"] <= device_bytes
+    tiers = {"device": rows["memory"], **rows["below"]}
+    peaks = {tier: max(sum(point[1:]) for point in memory["points"]) for tier, memory in tiers.items()}
+    assert peaks == {tier: size for tier, size in replayed.peak_bytes.items() if size} and peaks["device"] <= device_bytes
     assert max(sum(point[1:]) for point in rows["unplanned"]["points"]) == max(live_bytes(trace))
+
+
+@pytest.mark.parametrize(("name", "device_bytes"), PLANNED)
+def test_blocks_and_workspace_make_up_the_memory_at_every_moment(
+    name: str, device_bytes: int, report: Report, tmp_path: Path
+) -> None:
+    facts = facts_of(report, planned(tmp_path, name, device_bytes), file_of(name))
+    rows, blocks = facts["timeline"], facts["blocks"]
+    for memory in (rows["memory"], rows["unplanned"], *rows["below"].values()):
+        assert all(began <= ended for _, began, ended in memory["held"])
+        for seconds, *sizes in memory["points"][:-1]:
+            made_up: Counter[str] = Counter()
+            for block, began, ended in memory["held"]:
+                if began <= seconds < ended:
+                    made_up[blocks[block]["kind"]] += blocks[block]["size_bytes"]
+            told = dict(zip(memory["kinds"], sizes, strict=True))
+            assert all(told[kind] == made_up[kind] for kind in told if kind != "workspace"), seconds
+
+
+def test_stages_tell_their_layer_and_blocks_their_uses(report: Report, tmp_path: Path) -> None:
+    trace, path = hand("recompute"), planned(tmp_path, "recompute", 50)
+    facts = facts_of(report, path, file_of("recompute"))
+    stages, reruns = facts["timeline"]["stages"], Plan.load(path).recompute
+    (again,) = (stage for stage in stages if stage["phase"] == "recompute")
+    assert again["layer"] == trace.stages[trace.recompute[reruns[0].group].stage].name.rpartition("/")[2]
+    for number, stage in enumerate(stages):
+        used = sum(block["size_bytes"] for block in facts["blocks"] if number in block["uses"])
+        assert stage["used_bytes"] == used
+    assert [block["name"] for block in facts["blocks"]] == [block.name for block in trace.blocks]
+    assert [block["remade"] for block in facts["blocks"]].count(True) == len(trace.recompute[reruns[0].group].blocks)
 
 
 def timeline(report: Report, plan: Path, trace: Path) -> Any:
     """The timeline that a report has."""
-    return json.loads(report(plan, "--trace", trace, "--json", "--points", 0, "--no-compare"))["facts"]["timeline"]
+    return facts_of(report, plan, trace)["timeline"]
+
+
+def facts_of(report: Report, plan: Path, trace: Path) -> Any:
+    return json.loads(report(plan, "--trace", trace, "--json", "--points", 0, "--no-compare"))["facts"]
 
 
 def test_each_copy_says_why(chain: Path, report: Report) -> None:
     rows = timeline(report, chain, CHAIN_FILE)
-    told = {copy["why"] for copy in rows["copies"] if copy["name"] == "activation.0"}
+    first = next(block.id for block in CHAIN.blocks if block.name == "activation.0")
+    told = {rows["moves"][copy["move"]]["why"] for copy in rows["copies"] if copy["block"] == first}
     assert told == {"away after forward/0, until backward/0; if nothing left, forward/2 would exceed the budget by 20 B"}
     waiting = [stage for stage in rows["stages"] if stage["start"] > stage["reached"]]
     assert waiting and all(stage["waits_for"] for stage in waiting)
@@ -127,9 +166,9 @@ def test_the_page_has_the_data_that_json_prints(page: Page, chain: Path, report:
     assert printed["facts"]["critical"] == path.seconds()
 
     points = page.data["sweep"]["points"]
-    assert {point["device_bytes"]: point["predicted"] is None for point in points} == {8: True, 10: False, 19: False, 30: False}
-    assert points[1]["predicted"]["iteration_seconds"] == 10.0
-    assert "no plan" in page.texts["td"], "the sweep has gaps where no plan is"
+    assert {point["device_bytes"]: point["predicted"] is None for point in points} == {10: False, 17: False, 30: False}
+    assert points[0]["predicted"]["iteration_seconds"] == 10.0
+    assert page.data["sweep"]["floor_bytes"] == 10, "the chart is shaded below"
     comparison = page.data["comparison"]
     assert comparison["budgets"]["device_bytes"] == 10
     assert {"ilp", "teraio", "zero-infinity"} <= {verdict["policy"] for verdict in comparison["verdicts"]}
@@ -155,9 +194,18 @@ def test_the_page_tells_the_figures_of_the_plan(page: Page) -> None:
         "held up by device → storage."
     )
     told = " ".join(" ".join(page.texts[tag]) for tag in ("dt", "dd"))
-    assert page.texts["dt"] == ["device budget", "without waiting", "waits", "moved", "below the device"]
+    assert page.texts["dt"] == [
+        "device budget",
+        "without waiting",
+        "waits",
+        "moved",
+        "below the device",
+        "no plan is faster than",
+    ]
     assert "10 B at least, 30 B if nothing moves" in told and "6.00 s" in told and "budgets: host no limit" in told
-    assert {"activation.0", "forward/1"} <= set(page.texts["td"])
+    sections = [given.get("id") for tag, given in page.tags if tag == "section"]
+    assert sections[:2] == ["memory", "timeline"] and {"stages", "blocks", "copies", "sweep"} <= set(sections)
+    assert page.tags.index(("p", {"class": "verdict"})) < page.tags.index(("section", {"id": "memory"}))
 
 
 def test_names_from_files_are_text(report: Report, tmp_path: Path) -> None:
@@ -169,7 +217,17 @@ def test_names_from_files_are_text(report: Report, tmp_path: Path) -> None:
     report(tmp_path / "plan.json", "--trace", tmp_path / "trace.json", "-o", tmp_path / "a.html", "--points", 0, "--no-compare")
     page = Page((tmp_path / "a.html").read_text())
     assert not [tag for tag, _ in page.tags if tag == "img"]
-    assert page.data["facts"]["name"] == name and name in page.texts["td"]
+    assert page.data["facts"]["name"] == name and page.data["facts"]["blocks"][0]["name"] == name
+
+
+def test_no_colour_has_two_meanings() -> None:
+    for shade in (0, 1):
+        looks = {name: pair[shade] for name, pair in (KINDS | PHASES | STALL).items()}
+        values = {name: [int(colour[at : at + 2], 16) for at in (1, 3, 5)] for name, colour in looks.items()}
+        for one, other in combinations(values, 2):
+            apart = sum(abs(a - b) for a, b in zip(values[one], values[other], strict=True))
+            assert apart > 60, f"{one} and {other} look alike"
+    assert all(f".{name} {{" in style() for name in looks)
 
 
 def test_a_plan_alone(chain: Path, report: Report, tmp_path: Path) -> None:
@@ -226,13 +284,23 @@ def test_the_timeline_for_perfetto(chain: Path, report: Report, tmp_path: Path) 
     report(chain, "--trace", CHAIN_FILE, "--perfetto", tmp_path / "timeline.json")
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert set(lanes.values()) >= {"compute", "recompute", "device->storage", "storage->device", "updates on the host"}
+    assert set(lanes.values()) >= {"compute", "device->storage", "storage->device", "updates on the host"}
     spans = [event for event in events if event["ph"] == "X"]
     assert {lanes[span["tid"]] for span in spans} == {"compute", "stalls", "device->storage", "storage->device"}
     assert sum(span["dur"] for span in spans if lanes[span["tid"]] == "compute") == pytest.approx(6e6)
     assert sum(span["dur"] for span in spans if span["cat"] == "stall") == pytest.approx(4e6)
-    counters = [event["args"]["activation"] for event in events if event["ph"] == "C"]
-    assert max(counters) == 10
+    counters = {
+        event["name"]: event["args"]["activation"] for event in events if event["ph"] == "C" and event["args"]["activation"]
+    }
+    assert counters == {"device memory": 10, "storage memory": 10}
+    first = next(span for span in spans if span["name"] == "backward/0")
+    assert first["args"]["phase"] == "backward" and first["args"]["used_bytes"] == 10 and first["args"]["waited_seconds"] > 0
+    flows = [event for event in events if event.get("cat") == "flow"]
+    begun = {event["id"]: event for event in flows if event["ph"] == "s"}
+    ended = {event["id"]: event for event in flows if event["ph"] == "f"}
+    assert begun.keys() == ended.keys() and all(begun[number]["ts"] <= ended[number]["ts"] for number in begun)
+    ways = {(lanes[begun[number]["tid"]], lanes[ended[number]["tid"]]) for number in begun}
+    assert ways == {("compute", "device->storage"), ("device->storage", "storage->device"), ("storage->device", "compute")}
 
 
 def test_a_picture(chain: Path, report: Report, tmp_path: Path) -> None:
