@@ -134,7 +134,7 @@ def links_table(links: Sequence[Data], iteration_seconds: float) -> Table:
             ">size": "size_bytes",
             ">busy": "busy_seconds",
             ">of the iteration": lambda link: share(link["busy_seconds"], iteration_seconds),
-            ">rate then": lambda link: link["transfers"] and f"{format_bytes(link['size_bytes'] / link['busy_seconds'])}/s",
+            ">rate then": lambda link: link["busy_seconds"] and f"{format_bytes(link['size_bytes'] / link['busy_seconds'])}/s",
             ">of": "bytes_per_second",
         },
         rows=links,
