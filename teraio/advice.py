@@ -5,7 +5,7 @@ The training is planned as asked for, and with one thing changed at a time: more
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import inf
@@ -109,17 +109,7 @@ def advise(
     drives: how many drives the storage tier of the trace has. rated_bytes: that may be written to each of them in its life (TBW).
     progress: is told what is being planned. made: is given each case with its plan.
     """
-    answers: list[Answer] = []
-    asked: planner.Plan | None = None
-    for case in cases(trace, budgets, drives=drives):
-        progress(f"planning: {case.what}")
-        incumbents = (asked,) if case.more and asked is not None else ()
-        plan, fit, reason = planned(case.trace, case.budgets, settings, incumbents=incumbents)
-        if not answers:
-            asked = plan
-        if plan is not None:
-            made(case, plan)
-        answers.append(_answer(case, plan, fit, reason, asked, rated_bytes))
+    answers = _answers(cases(trace, budgets, drives=drives), rated_bytes, settings, progress, made)
     return Advice(trace_name=trace.name, answers=tuple(answers))
 
 
@@ -141,15 +131,28 @@ def advise_geometry(
     the step is taken, then the largest of at most half of it, and so on. The other arguments are those of `advise`. Raises
     OptionsError where no trace divides the step, and UnsupportedError as `with_passes` does.
     """
-    answers: list[Answer] = []
-    for case in geometries(traces, budgets, step=step, unit=unit, drives=drives):
-        progress(f"planning: {case.what}")
-        plan, fit, reason = planned(case.trace, case.budgets, settings)
-        if plan is not None:
-            made(case, plan)
-        answers.append(_answer(case, plan, fit, reason, None, rated_bytes))
+    divided = geometries(traces, budgets, step=step, unit=unit, drives=drives)
+    answers = _answers(divided, rated_bytes, settings, progress, made)
     answers.sort(key=lambda each: (each.predicted.iteration_seconds if each.predicted else inf, each.floor_bytes))
     return Advice(trace_name=", ".join(dict.fromkeys(trace.name for trace in traces)), answers=tuple(answers))
+
+
+def _answers(
+    asked_for: Iterable[Case], rated_bytes: int | None, settings: SolverSettings, progress: Callable[[str], None], made: Made
+) -> list[Answer]:
+    """Plan each case, one after the other. The first one is what others are held against, but for geometries."""
+    answers: list[Answer] = []
+    asked: planner.Plan | None = None
+    for case in asked_for:
+        progress(f"planning: {case.what}")
+        incumbents = (asked,) if case.more and asked is not None else ()
+        plan, fit, reason = planned(case.trace, case.budgets, settings, incumbents=incumbents)
+        if not answers and case.geometry is None:
+            asked = plan
+        if plan is not None:
+            made(case, plan)
+        answers.append(_answer(case, plan, fit, reason, asked, rated_bytes))
+    return answers
 
 
 def _answer(
