@@ -90,6 +90,10 @@ def lightning_fit(options: Options, folder: Path) -> Result:
     return watch.result(module)
 
 
+OF_TRL: dict[str, Any] = {"logging_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True}
+"""Arguments of its trainers: on the CPU, and quiet."""
+
+
 def sft(strategy: str | None) -> Callable[[Options, Path], Result]:
     """TRL's supervised fine-tuning on texts of different length, packed by that strategy.
 
@@ -98,14 +102,8 @@ def sft(strategy: str | None) -> Callable[[Options, Path], Result]:
 
     def run(options: Options, folder: Path) -> Result:
         from datasets import Dataset
-        from transformers import TrainerCallback, set_seed
+        from transformers import set_seed
         from trl import SFTConfig, SFTTrainer
-
-        watch = Watch()
-
-        class AfterStep(TrainerCallback):
-            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-                watch.after_step(0.0)
 
         set_seed(1)
         model = text.llama()
@@ -118,22 +116,15 @@ def sft(strategy: str | None) -> Callable[[Options, Path], Result]:
             max_length=64,
             max_steps=8 if strategy else 14,
             **({"packing": True, "packing_strategy": strategy} if strategy else {"train_sampling_strategy": "group_by_length"}),
-            logging_steps=1,
-            report_to="none",
-            use_cpu=True,
-            bf16=False,
-            disable_tqdm=True,
+            **OF_TRL,
         )
         trainer = SFTTrainer(
             model=model,
             args=arguments,
             train_dataset=Dataset.from_dict({"input_ids": rows}),
             processing_class=words(),
-            callbacks=[AfterStep()],
         )
-        trainer.train()
-        watch.losses = [torch.tensor(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-        return watch.result(model)
+        return trained_by(trainer, model)
 
     return run
 
@@ -141,14 +132,8 @@ def sft(strategy: str | None) -> Callable[[Options, Path], Result]:
 def grpo(options: Options, folder: Path) -> Result:
     """TRL's group relative policy optimization: texts are generated for each prompt, rewarded, and learned."""
     from datasets import Dataset
-    from transformers import TrainerCallback, set_seed
+    from transformers import set_seed
     from trl import GRPOConfig, GRPOTrainer
-
-    watch = Watch()
-
-    class AfterStep(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            watch.after_step(0.0)
 
     def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         return [sum(word % 2 for word in each) / (len(each) + 1) for each in completion_ids]
@@ -164,11 +149,7 @@ def grpo(options: Options, folder: Path) -> Result:
         num_generations=4,
         max_completion_length=24,
         max_steps=17,
-        logging_steps=1,
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        disable_tqdm=True,
+        **OF_TRL,
     )
     trainer = GRPOTrainer(
         model=model,
@@ -176,8 +157,21 @@ def grpo(options: Options, folder: Path) -> Result:
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=words(),
-        callbacks=[AfterStep()],
     )
+    return trained_by(trainer, model)
+
+
+def trained_by(trainer: Any, model: nn.Module) -> Result:
+    """Let a trainer of TRL train, watched after each step."""
+    from transformers import TrainerCallback
+
+    watch = Watch()
+
+    class AfterStep(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            watch.after_step(0.0)
+
+    trainer.add_callback(AfterStep())
     trainer.train()
     watch.losses = [torch.tensor(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     return watch.result(model)
