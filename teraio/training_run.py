@@ -23,6 +23,7 @@ from planner.errors import BudgetError, RankError, UnsupportedError
 from runtime.execution import OperatorRunner, Program, Reruns, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import UNNAMED, Block, Pager
 from runtime.system import interruptible, uninterrupted
+from teraio.added_gradients import AddedGradients
 from teraio.distributed import LibraryCalls, ShardedParameters, UpdateBroadcasts
 from teraio.following import IterationObserver
 from teraio.graph_needs import GraphNeeds
@@ -144,6 +145,7 @@ class TrainingRun:
         )
         self._sharded = ShardedParameters(self._pager, self._calls)
         self._steps = self._optimizer_steps(options, subgroups, parts.host_rates)
+        self._additions = AddedGradients(self._pager, self._observer)
         self._background = BackgroundPlanner(options, machine, self._pager, start_job=parts.start_job, ranks=ranks)
         self._border = IterationBorder()
         # Peaks can be watched where there is a budget, and where memory is measured in every run.
@@ -243,8 +245,8 @@ class TrainingRun:
         self._steps.between_regions()
         if program.phase == "forward":
             self._sharded.note(value for value, kind in zip(arguments, program.slot_kinds, strict=False) if kind == "parameter")
-        overlap = self._steps.overlap
-        interleaved = overlap.interleaved(program, arguments) if overlap is not None else None
+        found = (each.interleaved(program, arguments) for each in (self._steps.overlap, self._additions) if each is not None)
+        interleaved = [each for each in found if each is not None]
         try:
             return run_managed(program, arguments, self._pager, self._observer, self._meter, interleaved)
         except BudgetError as error:

@@ -33,7 +33,7 @@ def run_managed(
     pager: Pager,
     observer: Observer,
     meter: WorkspaceMeter,
-    interleaved: InterleavedStages | None = None,
+    interleaved: Sequence[InterleavedStages] = (),
 ) -> list[Any]:
     """Run a program under the pager's budget. Empties `arguments` (boxed call). Returns the results.
 
@@ -60,7 +60,7 @@ class _ManagedRun:
         self._reruns: list[Rerun] = []
         self._inputs: frozenset[Block] = frozenset()
 
-    def run(self, arguments: list[Any], interleaved: InterleavedStages | None) -> list[Any]:
+    def run(self, arguments: list[Any], interleaved: Sequence[InterleavedStages]) -> list[Any]:
         """See `run_managed`."""
         program, stages = self._program, self._program.stages
         try:
@@ -69,7 +69,7 @@ class _ManagedRun:
                 # Blocks that user code can reach were compared with their storages when the region began.
                 sure = known is not None and known.name is not UNNAMED and (known.user_visible or program.phase == "backward")
                 self._blocks[index] = known if sure else self._input_block(index)
-            more = interleaved.stage_count if interleaved is not None else 0
+            more = sum(each.stage_count for each in interleaved)
             self._observer.region_begins(program.identity, len(stages) + more, is_inference=program.is_inference)
             self._no_reruns = why_no_reruns(program)
             if not self._no_reruns:
@@ -78,13 +78,13 @@ class _ManagedRun:
             self._hold_reruns()
             for number, stage in enumerate(stages):
                 read = self._run_stage(number, stage)
-                if interleaved is not None:
-                    interleaved.after_stage(number, read, self._slots)
+                for each in interleaved:
+                    each.after_stage(number, read, self._slots)
             self._let_go_of_saved()
             results = _results(program, self._slots)
             self._pager.show_to_user(self._shown(results))
-            if interleaved is not None:
-                interleaved.region_done(results)
+            for each in interleaved:
+                each.region_done(results)
             return results
         finally:
             self._observer.region_ended()

@@ -1,7 +1,8 @@
 """The optimizer step under the budget."""
 
 from teraio.optimizer.arithmetic import keep_masters, promise
-from teraio.optimizer.facts import USUAL_STATES, OptimizerFacts, optimizers_alive, owned_parameters
+from teraio.optimizer.facts import USUAL_STATES, OptimizerFacts, bytes_of, optimizers_alive, owned_parameters
+from teraio.optimizer.final_gradients import Leaf, leaves, pass_problem
 from teraio.optimizer.host import HostRates, host_threads
 from teraio.optimizer.process import ProcessSteps, graph_break_reasons
 from teraio.optimizer.steps import OptimizerSteps

@@ -225,7 +225,7 @@ class Taker:
 def test_interleaved_stages_see_each_stage_and_may_keep_results() -> None:
     bench, recorder, interleaved = Bench(None), Recorder(), Taker(after=1, slot=2)
     arguments = [filled(3), filled(4)]
-    found = run_managed(chain(), arguments, bench.pager, recorder, WorkspaceMeter(None), interleaved)
+    found = run_managed(chain(), arguments, bench.pager, recorder, WorkspaceMeter(None), [interleaved])
     assert recorder.regions == [("p", 3 + 2)]
     assert interleaved.seen == [
         (0, ["slot0", "slot1"], [True, False, True, False, False]),
@@ -245,7 +245,7 @@ def test_interleaved_stages_that_fail_leave_nothing_held() -> None:
 
     bench, recorder, interleaved = Bench(None), Recorder(), Failing(after=0, slot=0)
     with pytest.raises(ArithmeticError):
-        run_managed(chain(), [filled(3), filled(4)], bench.pager, recorder, WorkspaceMeter(None), interleaved)
+        run_managed(chain(), [filled(3), filled(4)], bench.pager, recorder, WorkspaceMeter(None), [interleaved])
     assert interleaved.results is None and recorder.ended == 1
     assert all(block.pins == 0 for block in bench.pager.blocks)
 

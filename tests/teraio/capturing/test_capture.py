@@ -179,6 +179,20 @@ def test_times_come_from_the_machine() -> None:
     assert fast.hardware == description.hardware
 
 
+def test_gradients_of_several_passes_add_up_where_they_are_made() -> None:
+    """Those of the first pass are read and written in all others, whose own are gone at once."""
+    once, thrice = (capture(lambda passes=passes: trainings.in_passes(passes)) for passes in (1, 3))
+    large = [block for block in thrice.blocks if block.kind == "gradient" and block.size_bytes == 16 * MIB]
+    names = [[thrice.stages[number].name for number in block.writes] for block in large[:2]]
+    assert all(added == [f"{made}.add"] * 2 for made, *added in names)
+    assert all({*block.writes[1:]} < {*block.reads} for block in large[:2])
+    assert [(len(block.uses), block.dies_after) for block in large[2:]] == [(2, None)] * 4
+    assert planner.floor(thrice)[0] == planner.floor(once)[0]
+    passes = once.ideal_seconds - sum(stage.duration_seconds for stage in once.stages if stage.phase == "optimizer")
+    adding = sum(stage.duration_seconds for stage in thrice.stages if stage.name.endswith(".add"))
+    assert 0 < adding == pytest.approx(thrice.ideal_seconds - once.ideal_seconds - 2 * passes)
+
+
 def test_code_that_only_asks_costs_nothing_and_adamw_its_bytes() -> None:
     machine = MachineDescription.load("h100").model_copy(update={"launch_seconds": 0.0, "operator_seconds": 0.0})
     byte = machine.costs(ONE_BYTE)[1]

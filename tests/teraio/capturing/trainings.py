@@ -215,3 +215,16 @@ def of_lengths(*, dynamic: bool = True) -> Callable[[int], None]:
         loss_of(compiled(given)).backward()
 
     return stepping(passes, optimizer)
+
+
+def in_passes(times: int) -> Callable[[], object]:
+    """Two layers of 16 MiB each; their gradients add up."""
+    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(2)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = torch.compile(model, backend="teraio", options={"codegen": "eager"})
+
+    def passes() -> None:
+        for _ in range(times):
+            compiled(torch.zeros(64, 2048)).sum().backward()
+
+    return stepping(passes, optimizer)

@@ -1,0 +1,184 @@
+"""Adds gradients to those of earlier passes as soon as they are made, so that they are never all there at once.
+
+[Note: Gradients that add up]
+With several backward passes before a step, a backward graph returns all gradients, and then autograd adds each to `.grad`. Here,
+each is added by a stage that runs soon after the one that makes it, and the graph returns None in its place. So memory holds few
+of them at a time, and a trace says where those of earlier passes are needed. The sums are autograd's, bit for bit: the same
+operation adds the same two tensors.
+
+Autograd first sums up what contributes in one pass, so it is left to autograd where the graph may not be the only one. Of the
+first pass, autograd puts the result of a graph that is alone into `.grad` as it is: the same memory, which nobody has written
+since. Passes after it add to that here, as long as nobody else writes to it and one forward pass has used the parameter since the
+last backward pass. If one of them has another contribution, of user code, its sum is rounded in another order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from planner.errors import BudgetError
+from runtime.execution import InterleavedStages, Program, StageRun, graph_of
+from runtime.paging import Block, Pager
+from runtime.system import annotate
+from teraio.distributed import rank_count
+from teraio.following import IterationObserver
+from teraio.optimizer import Leaf, bytes_of, leaves, pass_problem
+
+# A stage adds so much, where so much is made before the graph ends: small gradients wait for others, which makes plans simpler.
+_LEAST_BYTES = 4 << 20
+_LEAST_SHARE = 32  # one of so many parts of all that the graph adds
+
+_Memory = tuple[Hashable, ...]
+
+
+def _memory(tensor: Tensor) -> _Memory:
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+class _Sum(NamedTuple):
+    """What a graph alone has put into `.grad`: the number of its result, and the version of the tensor since then."""
+
+    result: int
+    version: int
+
+
+class _Addition(NamedTuple):
+    """A gradient to add: the `.grad` so far, the number of the result and its slot, and the stage after which it is added."""
+
+    total: Tensor
+    result: int
+    slot: int
+    after: int
+
+
+class AddedGradients:
+    """Decides for every run of a graph which gradients are added in it, and which by autograd."""
+
+    def __init__(self, pager: Pager, recorder: IterationObserver) -> None:
+        self.pager = pager
+        self.recorder = recorder
+        # By graph, and by the memory of `.grad`: of the last pass. The same graph has the same results for all sizes.
+        self._sums: dict[Hashable, dict[_Memory, _Sum]] = defaultdict(dict)
+        self._forwards: Any = WeakTensorKeyDictionary()  # graphs that used the parameter since its last backward pass
+        self._needed = False  # whether passes have added up so far: only then are uses counted
+
+    def interleaved(self, program: Program, arguments: Sequence[Any]) -> InterleavedStages | None:
+        """Return what takes part in a run of `program` that is about to begin; None if there is nothing to add or to learn."""
+        if program.phase == "forward":
+            self._note_use(program, arguments)
+            return None
+        found = list(leaves().values())
+        if not found or rank_count() > 1:
+            return None
+        more = [leaf for leaf in found if leaf.parameter.grad is not None]
+        self._needed = self._needed or bool(more)
+        adding = None
+        if pass_problem(found) is None:
+            sums = self._sums[graph_of(program.identity)]
+            adding = _GraphAdditions(self, program, sums, self._additions(program, sums, more) if more else [])
+        for leaf in found if self._needed else ():
+            self._forwards.pop(leaf.parameter, None)
+        return adding
+
+    def _note_use(self, program: Program, arguments: Sequence[Any]) -> None:
+        again = torch._C._current_graph_task_id() >= 0  # computed again inside a backward pass
+        for value in arguments if self._needed and not program.is_inference and not again else ():
+            if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+                self._forwards[value] = self._forwards.get(value, 0) + 1
+
+    def _additions(self, program: Program, sums: dict[_Memory, _Sum], more: Sequence[Leaf]) -> list[_Addition]:
+        """What this run adds, in the order in which it is made."""
+        last_use: dict[int, int] = {}
+        for number, stage in enumerate(program.stages):
+            last_use.update(dict.fromkeys((*stage.inputs, *stage.outputs), number))
+        found = []
+        for parameter in (leaf.parameter for leaf in more):
+            total = parameter.grad
+            if total is None or not _is_plain(total):
+                continue
+            known = sums.get(_memory(total))
+            if self._forwards.get(parameter) != 1:  # several passes may add at once, and the next run of the graph is one of them
+                sums.pop(_memory(total), None)
+            elif known is None or known.version != total._version:
+                continue
+            elif not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks:
+                slot = program.results[known.result]
+                if isinstance(slot, int) and slot >= program.input_count and program.results.count(slot) == 1:
+                    found.append(_Addition(total, known.result, slot, last_use[slot]))
+        return sorted(found, key=lambda each: each.after)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.requires_grad and not is_traceable_wrapper_subclass(tensor)
+
+
+def _cut(additions: Sequence[_Addition]) -> dict[int, list[_Addition]]:
+    """What is added after each stage (by number)."""
+    least_bytes = max(_LEAST_BYTES, sum(bytes_of(each.total) for each in additions) // _LEAST_SHARE)
+    found: dict[int, list[_Addition]] = {}
+    gathered: list[_Addition] = []
+    for after, group in groupby(additions, lambda each: each.after):
+        gathered += group
+        if sum(bytes_of(each.total) for each in gathered) >= least_bytes or after == additions[-1].after:
+            found[after], gathered = gathered, []
+    return found
+
+
+class _GraphAdditions:
+    """Takes part in one run of a graph: adds gradients, and notes what the graph has put into `.grad` alone."""
+
+    def __init__(self, by: AddedGradients, program: Program, sums: dict[_Memory, _Sum], additions: list[_Addition]) -> None:
+        self._by, self._program, self._sums = by, program, sums
+        self._due = _cut(additions)
+        self._added: list[_Addition] = []
+        self.stage_count = len(self._due)
+
+    def after_stage(self, number: int, read: Sequence[Block], slots: list[Any]) -> None:
+        """Add the gradients that are due, and take them out of `slots`. Waits for those of earlier passes."""
+        due = self._due.pop(number, ())
+        if due:
+            self._add(f"{self._program.stages[number].name}.add", due, slots)
+
+    def _add(self, name: str, due: Sequence[_Addition], slots: list[Any]) -> None:
+        pager, recorder = self._by.pager, self._by.recorder
+        totals = _known(pager.known_block(each.total) for each in due)
+        made = _known(pager.known_block(slots[each.slot]) for each in due)
+        read = tuple(dict.fromkeys((*totals, *made)))
+        try:
+            pager.acquire(read, 0, name, then_fetch=recorder.stage_reached())
+        except BudgetError:
+            return  # autograd adds them, when the graph has ended
+        try:
+            begin = recorder.mark()
+            with annotate("stage", name), torch.no_grad():
+                for each in due:
+                    each.total.add_(slots[each.slot])
+                    slots[each.slot] = None
+            end = recorder.mark()
+        finally:
+            pager.retire(read, totals, last_used=made)
+        self._added += due
+        recorder.stage_ended(
+            StageRun(name=name, phase="backward", begin=begin, end=end, workspace_bytes=0, read=read, made=(), written=totals)
+        )
+
+    def region_done(self, results: Sequence[Any]) -> None:
+        self._sums.clear()
+        for each in self._added:
+            self._sums[_memory(each.total)] = _Sum(each.result, each.total._version)
+        for number, value in enumerate(results):
+            if isinstance(value, Tensor) and _is_plain(value):
+                self._sums[_memory(value)] = _Sum(number, value._version)
+
+
+def _known(blocks: Iterable[Block | None]) -> tuple[Block, ...]:
+    return tuple(dict.fromkeys(block for block in blocks if block is not None))
