@@ -69,7 +69,11 @@ _VERY_LONG = replace(
     groups_first=False,  # so does the program for re-runs: it is left out where a plan without them is close
     close_alone=1.01,
 )
-_LONGEST = replace(_VERY_LONG, update_sets=2)  # each is planned for several seconds
+_LONGEST = replace(
+    _VERY_LONG,
+    update_sets=2,  # each is planned for several seconds
+    around_user_code=0,  # many replays, each of half a second, for less than a thousandth
+)
 # The most stages of each kind of iteration.
 _BY_STAGES = ((32, _SHORTEST), (MAX_INTEGER_STAGES, _SHORT), (500, _LONG), (MANY_STAGES, _VERY_LONG))
 

@@ -165,7 +165,7 @@ class _Greedy:
         chosen: Decisions = {}
         heap = [(-c.ratio, c.period) for i in range(len(self._problem.periods)) if (c := self._candidate(i))]
         heapq.heapify(heap)
-        while heap and self._over_budget and not out_of_time():
+        while heap and self._over_budget:
             _, index = heapq.heappop(heap)
             # Anew, since earlier moves may have lowered its value. For one tier, values never rise.
             candidate = self._candidate(index)
@@ -177,6 +177,8 @@ class _Greedy:
             self._take(candidate)
             period = self._problem.periods[index]
             chosen[index] = Decision(tier=candidate.route.tier, leave=period.after, start=candidate.start)
+            if out_of_time():
+                break
         return chosen
 
     def _measure_pressure(self) -> None:

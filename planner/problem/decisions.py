@@ -20,12 +20,13 @@ class TierCapacity:
         self._problem = problem
         self._limits = {route.tier: route.budget_bytes for route in problem.routes}
         self._used = {tier: [0] * problem.stage_count for tier, limit in self._limits.items() if limit is not None}
+        self._most = dict.fromkeys(self._used, 0)  # at any stage
         self._since: dict[tuple[str, int], int] = {}
         self._busy_seconds = dict.fromkeys(self._limits, 0.0)
         for block in problem.host_blocks:
             self._since["host", block.id] = 0
-            for stage in range(problem.stage_count if "host" in self._used else 0):
-                self._used["host"][stage] += block.size_bytes
+            if "host" in self._used:
+                self._fill("host", range(problem.stage_count), block.size_bytes)
         for index, decision in decisions.items():
             self.take(index, decision.tier)
 
@@ -37,6 +38,8 @@ class TierCapacity:
         if limit is None:
             return True
         size = self._problem.periods[index].size_bytes
+        if self._most[tier] + size <= limit:
+            return True
         stages = self._new_stages(index, tier)
         return not stages or max(self._used[tier][stages.start : stages.stop]) + size <= limit
 
@@ -46,10 +49,15 @@ class TierCapacity:
         if self._limits[tier] is None:
             return
         period = self._problem.periods[index]
-        for stage in self._new_stages(index, tier):
-            self._used[tier][stage] += period.size_bytes
+        self._fill(tier, self._new_stages(index, tier), period.size_bytes)
         key = (tier, period.block)
         self._since[key] = min(period.after, self._since.get(key, period.after))
+
+    def _fill(self, tier: WaitingTier, stages: range, size_bytes: int) -> None:
+        used = self._used[tier]
+        for stage in stages:
+            used[stage] += size_bytes
+            self._most[tier] = max(self._most[tier], used[stage])
 
     def best(self, index: int) -> WaitingTier | None:
         """Return the fastest tier with room for the block of a period, or None."""
