@@ -32,9 +32,11 @@ from teraio.distributed import rank_count
 from teraio.following import IterationObserver
 from teraio.optimizer import Leaf, bytes_of, leaves, pass_problem
 
-# A stage adds so much, where so much is made before the graph ends: small gradients wait for others, which makes plans simpler.
+# A stage adds at least so much, or one of so many parts, where so much is made before the graph ends: small gradients wait for
+# others, since stages make plans harder.
 _LEAST_BYTES = 4 << 20
-_LEAST_SHARE = 32  # one of so many parts of all that the graph adds
+_PARTS = 32  # of all that the graph adds
+_PARTS_OF_A_STAGE = 16  # of what its largest stage reads and makes
 
 _Memory = tuple[Hashable, ...]
 
@@ -121,9 +123,11 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.requires_grad and not is_traceable_wrapper_subclass(tensor)
 
 
-def _cut(additions: Sequence[_Addition]) -> dict[int, list[_Addition]]:
+def _cut(program: Program, additions: Sequence[_Addition]) -> dict[int, list[_Addition]]:
     """What is added after each stage (by number)."""
-    least_bytes = max(_LEAST_BYTES, sum(bytes_of(each.total) for each in additions) // _LEAST_SHARE)
+    largest = max((stage.input_bytes + stage.output_bytes for stage in program.stages), default=0)
+    whole = sum(bytes_of(each.total) for each in additions)
+    least_bytes = max(_LEAST_BYTES, whole // _PARTS, largest // _PARTS_OF_A_STAGE)
     found: dict[int, list[_Addition]] = {}
     gathered: list[_Addition] = []
     for after, group in groupby(additions, lambda each: each.after):
@@ -138,7 +142,7 @@ class _GraphAdditions:
 
     def __init__(self, by: AddedGradients, program: Program, sums: dict[_Memory, _Sum], additions: list[_Addition]) -> None:
         self._by, self._program, self._sums = by, program, sums
-        self._due = _cut(additions)
+        self._due = _cut(program, additions)
         self._added: list[_Addition] = []
         self.stage_count = len(self._due)
 

@@ -121,9 +121,9 @@ def _relaxed(problem: Problem, built: CoarseProgram, settings: SolverSettings, *
 def rerun_shares(problem: Problem, places: RerunPlaces, settings: SolverSettings) -> dict[int, float]:
     """Solve the relaxed coarse program in which groups may run again. Return how much of each group (id) runs again.
 
-    Groups of which nothing does are left out; a rough program tells first whether there are others, and with several lower
-    tiers, or many stages, that is all. Groups that are alike and in the same segments have the same share. Raises SolverError where the solver
-    fails.
+    Groups of which nothing does are left out; a rough program tells first whether there are others. With several lower tiers, or
+    many stages, that is all. Groups that are alike and in the same segments have the same share. Raises SolverError where the
+    solver fails.
     """
     shares: dict[int, float] = {}
     for resolution in (_RERUNS_ROUGH, _RERUNS):
