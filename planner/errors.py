@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 
@@ -51,6 +52,7 @@ class OptionsError(TeraioError):
     """An option is unknown, ill-typed, out of range or contradicts another."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class BudgetError(TeraioError):
     """The device budget is too small.
 
@@ -65,34 +67,27 @@ class BudgetError(TeraioError):
         why: why it needs so much, in words; "" if the stage alone does.
     """
 
-    def __init__(
-        self,
-        *,
-        smallest_bytes: int,
-        budget_bytes: int,
-        stage: str,
-        largest: Sequence[tuple[str, int]] = (),
-        in_pieces: bool = False,
-        not_counted: str = "",
-        why: str = "",
-    ) -> None:
-        self.smallest_bytes = smallest_bytes
-        self.budget_bytes = budget_bytes
-        self.stage = stage
-        self.largest = tuple(largest)
-        self.in_pieces = in_pieces
-        self.not_counted = not_counted
-        self.why = why
+    smallest_bytes: int
+    budget_bytes: int
+    stage: str
+    largest: Sequence[tuple[str, int]] = ()
+    in_pieces: bool = False
+    not_counted: str = ""
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        self.largest = tuple(self.largest)
+        needed, why = exact_bytes(self.smallest_bytes), self.why and f", {self.why}"
         message = (
-            f"the device budget of {exact_bytes(budget_bytes)} is too small: stage {stage!r} needs {exact_bytes(smallest_bytes)} "
-            f"at once{why and f', {why}'}; give a memory_budget of at least {smallest_bytes} bytes"
+            f"the device budget of {exact_bytes(self.budget_bytes)} is too small: stage {self.stage!r} needs {needed} "
+            f"at once{why}; give a memory_budget of at least {self.smallest_bytes} bytes"
         )
-        if not_counted:
-            message += f" (not counted, since not known yet: {not_counted})"
-        if largest:
-            needs = ", ".join(f"{name!r} {format_bytes(size)}" for name, size in largest)
+        if self.not_counted:
+            message += f" (not counted, since not known yet: {self.not_counted})"
+        if self.largest:
+            needs = ", ".join(f"{name!r} {format_bytes(size)}" for name, size in self.largest)
             message += f". The stages that need the most: {needs}. Smaller batches or shorter sequences lower their needs"
-        if in_pieces:
+        if self.in_pieces:
             message += (
                 ". It is a loss over classes, for all rows at once: tiles='auto' computes one by some rows at a time where sizes "
                 "are fixed, torch.nn.functional.linear_cross_entropy (PyTorch 2.13) where they vary"
@@ -101,15 +96,7 @@ class BudgetError(TeraioError):
 
     def asking_for(self, smallest_bytes: int, *, not_counted: str) -> BudgetError:
         """Return this error with another smallest budget."""
-        return BudgetError(
-            smallest_bytes=smallest_bytes,
-            budget_bytes=self.budget_bytes,
-            stage=self.stage,
-            largest=self.largest,
-            in_pieces=self.in_pieces,
-            not_counted=not_counted,
-            why=self.why,
-        )
+        return replace(self, smallest_bytes=smallest_bytes, not_counted=not_counted)
 
 
 class UnsupportedError(TeraioError):
@@ -165,6 +152,7 @@ class StorageFullError(StorageError):
     """There is not enough free space, or the storage budget is used up."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class StorageIOError(StorageError):
     """A read or write of a spill file, or a read of a checkpoint, failed. Nothing of a failed read is used.
 
@@ -176,23 +164,18 @@ class StorageIOError(StorageError):
         remedy: what to do; by default, to look after the drive.
     """
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        block: str,
-        errno: int,
-        action: str = "access",
-        remedy: str = "check the drive and its free space, then restart from the last checkpoint",
-    ) -> None:
-        self.path = path
-        self.block = block
-        self.errno = errno
-        self.action = action
-        self.remedy = remedy
-        super().__init__(f"cannot {action} block {block!r} in {path}: [errno {errno}] {os.strerror(errno)}; {remedy}")
+    path: str
+    block: str
+    errno: int
+    action: str = "access"
+    remedy: str = "check the drive and its free space, then restart from the last checkpoint"
+
+    def __post_init__(self) -> None:
+        why = f"[errno {self.errno}] {os.strerror(self.errno)}; {self.remedy}"
+        super().__init__(f"cannot {self.action} block {self.block!r} in {self.path}: {why}")
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ChecksumError(StorageError):
     """A range of a block differs from what was written. Nothing of the read is used.
 
@@ -206,28 +189,19 @@ class ChecksumError(StorageError):
         remedy: what to do; by default, not to trust the drive.
     """
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        offset_bytes: int,
-        block: str,
-        expected: int,
-        found: int,
-        tier: str | None = None,
-        remedy: str = "do not trust this drive: check it, or give another storage directory",
-    ) -> None:
-        self.path = path
-        self.offset_bytes = offset_bytes
-        self.block = block
-        self.expected = expected
-        self.found = found
-        self.tier = tier
-        self.remedy = remedy
-        where = f"{path} ({tier} tier)" if tier is not None else path
+    path: str
+    offset_bytes: int
+    block: str
+    expected: int
+    found: int
+    tier: str | None = None
+    remedy: str = "do not trust this drive: check it, or give another storage directory"
+
+    def __post_init__(self) -> None:
+        where = f"{self.path} ({self.tier} tier)" if self.tier is not None else self.path
         super().__init__(
-            f"block {block!r} in {where} from offset {offset_bytes} on came back different: its checksum was "
-            f"{expected:016x} and is {found:016x}; {remedy}, then restart from the last checkpoint"
+            f"block {self.block!r} in {where} from offset {self.offset_bytes} on came back different: its checksum was "
+            f"{self.expected:016x} and is {self.found:016x}; {self.remedy}, then restart from the last checkpoint"
         )
 
 
