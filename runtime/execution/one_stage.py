@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -69,6 +70,7 @@ class MeasuredMemory(Protocol):
 _NOTHING = contextlib.nullcontext()
 
 
+@dataclass(slots=True, eq=False)
 class WorkspaceMeter:
     """Measures each distinct stage when it runs under management. The largest measurement counts.
 
@@ -82,23 +84,15 @@ class WorkspaceMeter:
     allocator counts their bytes too: such a run measures nothing.
     """
 
-    def __init__(
-        self,
-        memory: MeasuredMemory | None,
-        *,
-        runs: int | None = None,
-        first_is_special: bool = False,
-        iteration: Callable[[], object] = object,
-        moves: Callable[[], int] = int,
-    ) -> None:
-        self._memory = memory
-        self._runs = runs
-        self._first_is_special = first_is_special
-        self._iteration = iteration
-        self._moves = moves
-        self._counts: Counter[Hashable] = Counter()
-        self._tried_in: dict[Hashable, object] = {}
-        self._measured: dict[Hashable, int] = {}
+    memory: MeasuredMemory | None
+    _: KW_ONLY
+    runs: int | None = None
+    first_is_special: bool = False
+    iteration: Callable[[], object] = object
+    moves: Callable[[], int] = int
+    _counts: Counter[Hashable] = field(init=False, default_factory=Counter)
+    _tried_in: dict[Hashable, object] = field(init=False, default_factory=dict)
+    _measured: dict[Hashable, int] = field(init=False, default_factory=dict)
 
     def workspace_bytes(self, stage: Stage) -> int:
         """Return the bytes beyond inputs and outputs: measured, or estimated if the stage has not run yet."""
@@ -106,16 +100,16 @@ class WorkspaceMeter:
 
     def watching(self, stage: Stage) -> AbstractContextManager[None]:
         """Measure the run of `stage` inside this context."""
-        if self._memory is None or not self._is_due(key := stage.code):
+        if self.memory is None or not self._is_due(key := stage.code):
             return _NOTHING
-        if self._first_is_special and not self._counts[key]:
+        if self.first_is_special and not self._counts[key]:
             self._counts[key] = 1
             return _NOTHING
-        return self._measuring(self._memory, key, stage.output_bytes)
+        return self._measuring(self.memory, key, stage.output_bytes)
 
     @contextlib.contextmanager
     def _measuring(self, memory: MeasuredMemory, key: Hashable, output_bytes: int) -> Iterator[None]:
-        moves = self._moves()
+        moves = self.moves()
         memory.reset_peak()
         before = memory.allocated_bytes
         try:
@@ -124,18 +118,18 @@ class WorkspaceMeter:
             self._tried_in.pop(key, None)  # what failed is tried again
             raise
         beyond = max(0, memory.peak_bytes - before - output_bytes)
-        if self._moves() != moves:
+        if self.moves() != moves:
             return
         self._counts[key] += 1
         self._measured[key] = max(beyond, self._measured.get(key, 0))
 
     def _is_due(self, key: Hashable) -> bool:
         """Return whether this run of the stage is to be measured."""
-        if self._runs is None or self._counts[key] >= self._runs:
-            return self._runs is None
-        iteration, before = self._iteration(), self._tried_in.get(key)
+        if self.runs is None or self._counts[key] >= self.runs:
+            return self.runs is None
+        iteration, before = self.iteration(), self._tried_in.get(key)
         self._tried_in[key] = iteration
-        at_once = self._first_is_special and self._counts[key] == 1
+        at_once = self.first_is_special and self._counts[key] == 1
         return at_once or iteration != before
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
 from planner.errors import StorageError
@@ -19,6 +20,7 @@ OnDone = Callable[["Transfer"], None]
 Ready = Callable[[], None]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Transfer:
     """The copy of one block over a link. `Link.submit` makes it. All calls are safe from any thread.
 
@@ -29,36 +31,23 @@ class Transfer:
     All other attributes belong to the link and need its lock. `waiting` holds the chunks that have not begun, by drive.
     """
 
-    __slots__ = (
-        "address",
-        "done",
-        "ended",
-        "error",
-        "error_after",
-        "link",
-        "on_done",
-        "ready",
-        "slot",
-        "unfinished",
-        "waiting",
-    )
+    link: Link
+    slot: Slot
+    address: int
+    chunks: InitVar[tuple[Chunk, ...]]
+    on_done: OnDone | None  # None when it has been called
+    ready: Ready | None
+    done: bool = False
+    error: StorageError | None = None
+    error_after: Exception | None = None
+    waiting: dict[int, deque[Chunk]] = field(default_factory=dict)
+    unfinished: int = 0
+    ended: threading.Event = field(default_factory=threading.Event)
 
-    def __init__(
-        self, link: Link, slot: Slot, address: int, chunks: tuple[Chunk, ...], on_done: OnDone, ready: Ready | None
-    ) -> None:
-        self.slot = slot
-        self.address = address
-        self.done = False
-        self.error: StorageError | None = None
-        self.error_after: Exception | None = None
-        self.link = link
-        self.waiting: dict[int, deque[Chunk]] = {}
+    def __post_init__(self, chunks: tuple[Chunk, ...]) -> None:
         for chunk in chunks:
             self.waiting.setdefault(chunk.extent.drive, deque()).append(chunk)
         self.unfinished = len(chunks)
-        self.on_done: OnDone | None = on_done  # None when it has been called
-        self.ready = ready
-        self.ended = threading.Event()
 
     def __repr__(self) -> str:
         state = "failed" if self.error or self.error_after else "done" if self.done else "pending"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from teraio.following import IterationObserver
 _NOT_AGAIN = "it is a collective, which all ranks have to launch as often"
 
 
+@dataclass(eq=False)
 class LibraryCalls:
     """Runs calls as stages under the pager, and puts methods in the place of others until `close`. Keeps no object alive.
 
@@ -30,19 +32,12 @@ class LibraryCalls:
     explained: returns the error of a call that does not fit with a budget that does for all that is known.
     """
 
-    def __init__(
-        self,
-        pager: Pager,
-        observer: IterationObserver,
-        *,
-        active: Callable[[], bool],
-        explained: Callable[[BudgetError], BudgetError],
-    ) -> None:
-        self.pager = pager
-        self.active = active
-        self._explained = explained
-        self._observer = observer
-        self._changed: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+    pager: Pager
+    observer: IterationObserver
+    _: KW_ONLY
+    active: Callable[[], bool]
+    explained: Callable[[BudgetError], BudgetError]
+    _changed: weakref.WeakKeyDictionary[Any, list[str]] = field(init=False, default_factory=weakref.WeakKeyDictionary)
 
     def replace(self, owner: Any, name: str, method: Callable[..., None]) -> None:
         """Have `method(owner, ...)` called where others call `owner.name(...)`. Does nothing if that was done before.
@@ -77,10 +72,10 @@ class LibraryCalls:
         """
         with uninterrupted(), self.pager.region():
             try:
-                self._observer.region_begins(identity, stage_count, step_goes_on=step_goes_on)
+                self.observer.region_begins(identity, stage_count, step_goes_on=step_goes_on)
                 yield
             finally:
-                self._observer.region_ended()
+                self.observer.region_ended()
 
     def stage(
         self,
@@ -99,19 +94,19 @@ class LibraryCalls:
         Waits for copies of blocks. Raises BudgetError, StorageError, and what the call raises.
         """
         pager, phase = self.pager, name.partition("/")[0]
-        fetch = self._observer.stage_reached()
+        fetch = self.observer.stage_reached()
         try:
             pager.acquire(read, made_bytes + workspace_bytes, name, then_fetch=fetch)
         except BudgetError as error:
-            raise self._explained(error) from None
+            raise self.explained(error) from None
         try:
-            begin = self._observer.mark()
+            begin = self.observer.mark()
             with annotate("stage", name):
                 made = call()
-            end = self._observer.mark()
+            end = self.observer.mark()
         finally:
             pager.retire(read, written, last_used=freed)
-        self._observer.stage_ended(
+        self.observer.stage_ended(
             StageRun(
                 name=name,
                 phase=phase,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,6 +28,7 @@ from teraio.optimizer.slices import SlicedUpdate, lent_slices
 from teraio.optimizer.subgroups import ParameterSubgroup, PendingStep
 
 
+@dataclass(eq=False)
 class SubgroupSteps:
     """Runs steps by subgroups. Call `close` at the end.
 
@@ -35,19 +36,14 @@ class SubgroupSteps:
     bytes of all states that it will have; may raise StorageFullError.
     """
 
-    def __init__(
-        self,
-        pager: Pager,
-        recorder: IterationObserver,
-        *,
-        rates: HostRates | None = None,
-        ensure_room: Callable[[int], None] | None = None,
-    ) -> None:
-        self.pager = pager
-        self.recorder = recorder
-        self.rates = rates
-        self.host = HostUpdates(pager, threads=None if rates is None else rates.threads)
-        self._ensure_room = ensure_room
+    pager: Pager
+    recorder: IterationObserver
+    _: KW_ONLY
+    rates: HostRates | None = None
+    ensure_room: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.host = HostUpdates(self.pager, threads=None if self.rates is None else self.rates.threads)
 
     def close(self) -> None:
         """Wait until no update runs on the host."""
@@ -72,9 +68,9 @@ class SubgroupSteps:
 
     def _ensure_room_for_states(self, subgroups: Sequence[ParameterSubgroup]) -> None:
         made_bytes = sum(subgroup.made_bytes for subgroup in subgroups)
-        if self._ensure_room is not None and made_bytes:
+        if self.ensure_room is not None and made_bytes:
             there = {block for subgroup in subgroups for block in subgroup.states}
-            self._ensure_room(sum(block.size_bytes for block in there) + made_bytes)
+            self.ensure_room(sum(block.size_bytes for block in there) + made_bytes)
 
 
 @dataclass(slots=True)
