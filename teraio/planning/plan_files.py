@@ -59,18 +59,12 @@ def record_plan(plan: planner.Plan, trace: planner.Trace) -> None:
     trace: the one that the plan was made for. Formats nothing where nobody writes a structured trace.
     """
     # These run between iterations, where nothing is being compiled: there is no compile id to look for.
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": "teraio_plan", "encoding": "json"},
-        payload_fn=lambda: json.dumps(plan.model_dump(mode="json"), indent=1),
-        expect_trace_id=False,
-    )
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": "teraio_plan_summary", "encoding": "string"},
-        payload_fn=lambda: summary(plan, trace),
-        expect_trace_id=False,
-    )
+    for name, encoding, payload in (
+        ("teraio_plan", "json", lambda: json.dumps(plan.model_dump(mode="json"), indent=1)),
+        ("teraio_plan_summary", "string", lambda: summary(plan, trace)),
+    ):
+        told = {"name": name, "encoding": encoding}
+        trace_structured("artifact", metadata_fn=lambda told=told: told, payload_fn=payload, expect_trace_id=False)
 
 
 def summary(plan: planner.Plan, trace: planner.Trace) -> str:
