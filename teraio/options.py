@@ -23,30 +23,17 @@ from teraio.option_kinds import (
     FileToWrite,
     Kind,
     Seconds,
-    Share,
     Size,
     SizeOrShare,
     Switch,
     Tiles,
     Tuning,
     kind_of,
-    parse_bytes,
-    require_directory,
 )
+from teraio.option_kinds import Share as Share
+from teraio.option_kinds import parse_bytes as parse_bytes
+from teraio.option_kinds import require_directory as require_directory
 from teraio.ranks import rank_place
-
-__all__ = [
-    "CONFIG_VARIABLE",
-    "ExpertOptions",
-    "Options",
-    "Share",
-    "cache_folder",
-    "kinds",
-    "parse_bytes",
-    "parse_options",
-    "require_directory",
-    "variable_of",
-]
 
 _PREFIX = "TERAIO_"
 CONFIG_VARIABLE = f"{_PREFIX}CONFIG"

@@ -19,17 +19,6 @@ if TYPE_CHECKING:  # `import teraio` must not import torch
     from teraio.machine import Machine
     from teraio.profiling import Iteration, RerunRecord
 
-__all__ = [
-    "History",
-    "IterationStats",
-    "RunPhase",
-    "Stats",
-    "Status",
-    "read_iterations",
-    "waited_for_ranks",
-    "with_waiting",
-]
-
 RunPhase = Literal["profile", "planning", "planned", "fits", "demand"]
 
 _LENGTH = 1000  # iterations that are kept

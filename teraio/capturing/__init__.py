@@ -3,10 +3,3 @@
 from teraio.capturing.capture import capture
 from teraio.capturing.hardware import MachineDescription, known_machines
 from teraio.capturing.pretended_gpu import GpuModel
-
-__all__ = [
-    "GpuModel",
-    "MachineDescription",
-    "capture",
-    "known_machines",
-]
