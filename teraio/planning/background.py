@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -176,7 +176,6 @@ def _as_made(plan: planner.Plan) -> planner.Plan:
     return plan
 
 
-@dataclass(eq=False)
 class BackgroundPlanner:
     """Makes plans while training goes on, at most one at a time.
 
@@ -184,30 +183,38 @@ class BackgroundPlanner:
     makes. All calls are for the training thread, but `wait` is for any.
     """
 
-    options: Options
-    machine: Machine
-    pager: Pager
-    _: KW_ONLY
-    start_job: StartJob = PlanningJob
-    ranks: RankGroup | None = None
-    _job: Job | None = field(init=False, default=None)
-    _trace: planner.Trace | None = field(init=False, default=None)
-    _shared: RankPlan | None = field(init=False, default=None)
-    _asked: dict[str, int] = field(init=False, default_factory=dict)
-    _signed: tuple[planner.Trace, str] | None = field(init=False, default=None)
-    _choose: Choose = field(init=False)
+    def __init__(
+        self,
+        options: Options,
+        machine: Machine,
+        pager: Pager,
+        *,
+        start_job: StartJob = PlanningJob,
+        ranks: RankGroup | None = None,
+    ) -> None:
+        self._options = options
+        self._machine = machine
+        self._pager = pager
+        self._start_job = start_job
+        self._job: Job | None = None
+        self._trace: planner.Trace | None = None
+        self._ranks = ranks
+        self._shared: RankPlan | None = None
+        self._asked: dict[str, int] = {}
+        self._signed: tuple[planner.Trace, str] | None = None
+        self._choose: Choose = _as_made
 
     def budgets(self, profile: Profile) -> planner.Budgets:
         """Return what a plan for this profile may use of each tier."""
         # Optimizer states that always stay in a lower tier, see [Note: Updates by slices], are in no trace: their slots are
         # not free.
         taken = {"host": 0, "storage": 0}
-        for block in self.pager.blocks:
+        for block in self._pager.blocks:
             if block.kind == "optimizer_state" and block not in profile.ids and block.slot is not None and block.tier is not None:
                 taken[block.tier] += block.slot.size_bytes
-        host, storage = self.machine.host_bytes, self.machine.budgets.storage
+        host, storage = self._machine.host_bytes, self._machine.budgets.storage
         return planner.Budgets(
-            device_bytes=self.pager.account.budget_bytes or 0,
+            device_bytes=self._pager.account.budget_bytes or 0,
             host_bytes=None if host is None else max(host - taken["host"], 0),
             storage_bytes=None if storage is None else max(storage - taken["storage"], 0),
         )
@@ -225,29 +232,29 @@ class BackgroundPlanner:
         """
         self.cancel()
         self._trace, self._choose = trace, choose
-        if self.ranks is None:
+        if self._ranks is None:
             self._start_job_for(trace, budgets)
             return
         name, signature = self._next_name(trace, budgets)
         self._asked[signature] = self._asked.get(signature, 0) + 1
         self._shared = RankPlan(
-            self.ranks,
+            self._ranks,
             trace,
             budgets,
             name=name,
             start=lambda: self._start_job_for(trace, budgets),
             take=self._take_job,
-            timeout_seconds=self.options.rank_timeout,
+            timeout_seconds=self._options.rank_timeout,
         )
 
     def wanted(self, trace: planner.Trace, budgets: planner.Budgets) -> bool:
         """Return whether another rank that runs the same iteration has started to plan, and this one has not. Never waits."""
-        if self.ranks is None or self.busy:
+        if self._ranks is None or self.busy:
             return False
         try:
-            return self.ranks.called(self._next_name(trace, budgets)[0])
+            return self._ranks.called(self._next_name(trace, budgets)[0])
         except RankError as error:
-            self.ranks = None
+            self._ranks = None
             logger.warning("this rank plans for itself from now on: %s", error)
             return False
 
@@ -259,7 +266,7 @@ class BackgroundPlanner:
         return f"plan {self._asked.get(signature, 0) + 1} of {signature}", signature
 
     def _start_job_for(self, trace: planner.Trace, budgets: planner.Budgets) -> None:
-        self._job = self.start_job(trace, budgets, time_limit_seconds=self.options.solver_time_limit)
+        self._job = self._start_job(trace, budgets, time_limit_seconds=self._options.solver_time_limit)
 
     def take(self) -> PlanMade | None:
         """Return the plan if it is ready, else None. Afterwards there is no job. Never waits.
@@ -268,7 +275,7 @@ class BackgroundPlanner:
         """
         trace = self._trace
         try:
-            plan = self._take_job() if self._shared is None else self._shared.plan(self.pager.iteration)
+            plan = self._take_job() if self._shared is None else self._shared.plan(self._pager.iteration)
         except planner.TeraioError:
             self._shared = self._trace = None
             raise

@@ -147,18 +147,18 @@ class Resizer:
     the graph's stages. owners: what makes the storages of their inputs, of which an input may show a part.
     """
 
-    placeholders: list[Node]
-    returned: list[Node]
-    unmoved: list[Node]
-    subgraphs: list[Subgraph]
-    owners: list[list[Node]]
+    _placeholders: list[Node]
+    _returned: list[Node]
+    _unmoved: list[Node]
+    _subgraphs: list[Subgraph]
+    _owners: list[list[Node]]
     _known: dict[tuple[int, ...], Program] = field(init=False, default_factory=dict)  # the one that was used last comes last
 
     def __post_init__(self) -> None:
-        self._waiting = _waiting_at(self.subgraphs, self.returned)
+        self._waiting = _waiting_at(self._subgraphs, self._returned)
 
     def __call__(self, program: Program, arguments: Sequence[Any]) -> Program:
-        symbols = _symbol_values(self.placeholders, arguments)
+        symbols = _symbol_values(self._placeholders, arguments)
         key = tuple(symbols.values())
         resized = self._known.pop(key, None) or self._resized(program, symbols)
         self._known[key] = resized
@@ -182,9 +182,9 @@ class Resizer:
 
     def stage_bytes(self, number: int, symbols: Symbols) -> dict[str, int]:
         """Return the byte counts of a stage, by their names in `Stage`. Missing symbols: see `known_size`."""
-        subgraph = self.subgraphs[number]
+        subgraph = self._subgraphs[number]
         return {
-            "input_bytes": _distinct_bytes([*subgraph.inputs, *self.owners[number]], symbols),
+            "input_bytes": _distinct_bytes([*subgraph.inputs, *self._owners[number]], symbols),
             "output_bytes": sum(storage_bytes(tensor, symbols) for tensor in subgraph.made),
             "workspace_bytes": peak_bytes(subgraph.temporaries, symbols),
             "waiting_bytes": _small_bytes(self._waiting[number], symbols),
@@ -192,7 +192,7 @@ class Resizer:
 
     def program_bytes(self, symbols: Symbols) -> dict[str, int]:
         """Return the byte counts of the program, by their names in `Program`."""
-        return {"kept_bytes": _distinct_bytes(self.returned, symbols), "small_bytes": _small_bytes(self.unmoved, symbols)}
+        return {"kept_bytes": _distinct_bytes(self._returned, symbols), "small_bytes": _small_bytes(self._unmoved, symbols)}
 
 
 def _waiting_at(subgraphs: Sequence[Subgraph], returned: Sequence[Node]) -> list[list[Node]]:
