@@ -175,7 +175,8 @@ class Link:
             self._closed = True
             if drop_queued:
                 self._drop_queued()
-            self._queues.wake_all()
+            for drive in self._queues:
+                drive.submitted.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 self._join(thread, timeout_seconds)

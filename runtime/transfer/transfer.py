@@ -173,10 +173,5 @@ class DriveQueues:
             drive.queue.clear()
         return [drive.current for drive in self if drive.current is not None]
 
-    def wake_all(self) -> None:
-        """Wake all threads that wait for something to take."""
-        for drive in self:
-            drive.submitted.notify_all()
-
     def _queues_with(self, transfer: Transfer) -> list[deque[Transfer]]:
         return [drive.queue for drive in self if transfer in drive.queue]

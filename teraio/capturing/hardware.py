@@ -194,8 +194,23 @@ def calibrated(description: MachineDescription, stages: Sequence[Measured]) -> M
 
     An efficiency of more than 1 means that the peak of the memory was too low: it is raised, and the efficiency is 1.
     """
-    fit = _Fit(description, stages)
-    arithmetic, traffic = fit.best()
+    costs = np.array([description.costs(kernel) for _, work in stages for kernel in work]).reshape(-1, 3).T
+    counts = [len(work) for _, work in stages]
+    of_stage = np.repeat(np.arange(len(stages)), counts)
+    host, measured = np.array(counts) * description.operator_seconds, np.array([seconds for seconds, _ in stages])
+
+    def error(factors: tuple[float, float]) -> float:
+        """Of the clock times the first factor, and the memory's rate times the second one."""
+        seconds = np.maximum(np.maximum(costs[0] / factors[0], costs[1] / factors[1]), costs[2]) + description.launch_seconds
+        estimated = np.bincount(of_stage, weights=seconds, minlength=len(stages))
+        return float(np.abs(np.maximum(estimated, host) - measured).sum())
+
+    arithmetic, traffic, width = 1.0, 1.0, _WIDEST
+    for _ in range(_ROUNDS):  # a grid over both, and then finer grids around the best point
+        steps = np.geomspace(1 / width, width, _GRID)
+        tried = [(float(arithmetic * one), float(traffic * other)) for one in steps for other in steps]
+        arithmetic, traffic = min(tried, key=error)
+        width = float(steps[_GRID // 2 + 1]) ** 2  # two steps to each side
     reached = description.memory_efficiency * traffic
     return description.model_copy(
         update={
@@ -205,31 +220,3 @@ def calibrated(description: MachineDescription, stages: Sequence[Measured]) -> M
             "sources": f"{description.sources} Clock and memory: fitted to {len(stages)} measured stages.".strip(),
         }
     )
-
-
-class _Fit:
-    """The estimated seconds of all stages as a function of two factors: on the clock, and on the memory's rate."""
-
-    def __init__(self, description: MachineDescription, stages: Sequence[Measured]) -> None:
-        costs = np.array([description.costs(kernel) for _, work in stages for kernel in work]).reshape(-1, 3)
-        self._arithmetic, self._memory, self._cache = costs.T
-        self._launch = description.launch_seconds
-        self._stage = np.repeat(np.arange(len(stages)), [len(work) for _, work in stages])
-        self._host = np.array([len(work) * description.operator_seconds for _, work in stages])
-        self._measured = np.array([seconds for seconds, _ in stages])
-
-    def best(self) -> tuple[float, float]:
-        """Return the factors: a grid over both, and then finer grids around the best point."""
-        arithmetic = traffic = 1.0
-        width = _WIDEST
-        for _ in range(_ROUNDS):
-            steps = np.geomspace(1 / width, width, _GRID)
-            tried = [(arithmetic * one, traffic * other) for one in steps for other in steps]
-            arithmetic, traffic = min(tried, key=self._error)
-            width = float(steps[_GRID // 2 + 1]) ** 2  # two steps to each side
-        return float(arithmetic), float(traffic)
-
-    def _error(self, factors: tuple[float, float]) -> float:
-        seconds = np.maximum(np.maximum(self._arithmetic / factors[0], self._memory / factors[1]), self._cache) + self._launch
-        estimated = np.bincount(self._stage, weights=seconds, minlength=len(self._measured))
-        return float(np.abs(np.maximum(estimated, self._host) - self._measured).sum())

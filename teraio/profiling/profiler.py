@@ -13,7 +13,7 @@ iterations are profiled. A disturbance that lasts through all of them shows only
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -65,7 +65,8 @@ def build_profile(
     last = iterations[-1]
     stages = last.stages
     times = _stage_seconds(iterations)
-    collectives = _medians([stage.collective_seconds for stage in i.stages] for i in iterations)
+    runs = zip(*(iteration.stages for iteration in iterations), strict=True)
+    collectives = [statistics.median(stage.collective_seconds for stage in of_one) for of_one in runs]
     uses = _Uses.of(last)
     blocks = [_block(last, uses, block, number, survivors) for block, number in uses.ids.items()]
     if fixed_bytes:
@@ -92,11 +93,6 @@ def build_profile(
         not_recomputed=not_recomputed,
     )
     return Profile(trace=trace, iteration=last, ids=uses.ids)
-
-
-def _medians(iterations: Iterable[Sequence[float]]) -> list[float]:
-    """Return the median of each stage's values. iterations: the values of all stages, for each iteration."""
-    return [statistics.median(values) for values in zip(*iterations, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +135,7 @@ def _block(iteration: Iteration, uses: _Uses, block: Block, number: int, survivo
     made = uses.made.get(block)
     external = not kept and made is None and block.born == iteration.number  # created by user code
     persistent = kept or (made in survivors if made is not None else not external)
+    created = [max(region.first for region in iteration.regions if region.first <= first)] if external else []
     outlives = block.kind == "gradient" and not persistent and block in iteration.held
     end = len(iteration.stages) - 1
     return planner.Block(
@@ -148,15 +145,10 @@ def _block(iteration: Iteration, uses: _Uses, block: Block, number: int, survivo
         size_bytes=block.size_bytes,
         persistent=persistent,
         reads=tuple(sorted(reads)),
-        writes=tuple(sorted({*writes, *([_user_stage_before(iteration, first)] if external else [])})),
+        writes=tuple(sorted({*writes, *created})),
         movable=block.span is not None,
         dies_after=end if outlives and last < end else None,
     )
-
-
-def _user_stage_before(iteration: Iteration, position: int) -> int:
-    """Return the position of the user code before the region of `position`: there, the inputs of the region were created."""
-    return max(region.first for region in iteration.regions if region.first <= position)
 
 
 def _subgroups(stages: Sequence[StageRecord], times: Sequence[float], ids: dict[Block, int]) -> tuple[planner.Subgroup, ...]:
@@ -213,7 +205,7 @@ def _recompute_groups(
     for position, stage in enumerate(stages):
         if stage.phase != "forward":
             continue
-        wanted = [ids[b] for b in stage.made if _can_be_dropped(b) and _for_backward(blocks[ids[b]], position, stages)]
+        wanted = [ids[b] for b in stage.made if _for_backward(b, blocks[ids[b]], position, stages)]
         if wanted and (reason := against or stage.never_again or _kept_result(stage, blocks, ids)):
             others.append(planner.NotRecomputed(stage=position, reason=reason))
         elif wanted:
@@ -238,11 +230,9 @@ def _kept_result(stage: StageRecord, blocks: Sequence[planner.Block], ids: Mappi
     return next((f"it makes {name}, which your code keeps beyond the end of the iteration" for name in kept), "")
 
 
-def _can_be_dropped(block: Block) -> bool:
-    return block.span is not None and not block.user_visible and block.kind == "activation"
-
-
-def _for_backward(block: planner.Block, made_in: int, stages: Sequence[StageRecord]) -> bool:
+def _for_backward(made: Block, block: planner.Block, made_in: int, stages: Sequence[StageRecord]) -> bool:
+    if made.span is None or made.user_visible or made.kind != "activation":
+        return False
     if block.persistent or block.dies_after is not None or block.uses[0] != made_in:
         return False
     return any(stages[use].phase == "backward" for use in block.uses)

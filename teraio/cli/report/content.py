@@ -18,7 +18,7 @@ from teraio.cli.output import Data, format_bytes
 from teraio.cli.plan_summary import summarise_moves, summarise_plan
 from teraio.cli.report.palette import KINDS
 from teraio.cli.trace_summary import block_summaries, tiles_of
-from teraio.watching import IterationStats, read_iterations
+from teraio.watching import read_iterations
 
 
 def report_of(
@@ -98,18 +98,15 @@ def measured_run(path: str | os.PathLike[str]) -> Data:
     iterations = [each for each in found if each.run == last]
     planned = [each for each in iterations if each.phase == "planned"]
     links = dict.fromkeys(link for each in planned for link in each.moved_bytes)
+    figures = ("seconds", "waited_seconds", "recompute_seconds")
     return {
         "planned": len(planned),
         "iterations": len(iterations),
         "predicted_seconds": planned[-1].predicted_seconds if planned else None,
-        **{name: _median(planned, name) for name in ("seconds", "waited_seconds", "recompute_seconds")},
+        **{name: statistics.median(getattr(each, name) for each in planned) if planned else None for name in figures},
         "moved_bytes": {link: statistics.median(each.moved_bytes.get(link, 0) for each in planned) for link in links},
         "busy_seconds": {link: statistics.median(each.busy_seconds.get(link, 0.0) for each in planned) for link in links},
     }
-
-
-def _median(iterations: Sequence[IterationStats], name: str) -> float | None:
-    return statistics.median(getattr(each, name) for each in iterations) if iterations else None
 
 
 def timeline_of(plan: Plan, trace: Trace) -> Data:
