@@ -220,9 +220,9 @@ class BlockTransitions(PagerPart):
             return
         self._release(block)
 
-    def _release(self, block: Block) -> None:
-        """Free the memory of a block that is ON_DEVICE and has a valid copy."""
-        self._remove(block)  # before the memory is freed, which could not be undone
+    def _release(self, block: Block, state: State = OFFLOADED) -> None:
+        """Free the memory of a block that is ON_DEVICE, and can be had again otherwise; the block is in `state` then."""
+        self._remove(block, state)  # before the memory is freed, which could not be undone
         try:
             self._mover.release(block)
         except BaseException:
@@ -338,12 +338,7 @@ class BlockTransitions(PagerPart):
         if block.tier is not None:
             self._drop_copies([block])
         block.copy_is_valid = block.assumed_written = False
-        self._remove(block, DROPPED)
-        try:
-            self._mover.release(block)
-        except BaseException:
-            self._add(block)
-            raise
+        self._release(block, DROPPED)
         self._copy_ended()
 
     def renew(self, block: Block, fresh: torch.UntypedStorage) -> None:
@@ -387,8 +382,7 @@ class BlockTransitions(PagerPart):
 
     def forget(self, block: Block) -> None:
         """Drop a block that is dead or was replaced, and free its slot; later if a copy or an update still uses it."""
-        if block in self._queued:
-            self.keep(block)
+        self.keep(block)
         if block.state not in _SETTLED or not self._table.holds(block):
             return
         account = self._account
