@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 from torch._logging._internal import trace_structured
@@ -63,8 +64,8 @@ def record_plan(plan: planner.Plan, trace: planner.Trace) -> None:
         ("teraio_plan", "json", lambda: json.dumps(plan.model_dump(mode="json"), indent=1)),
         ("teraio_plan_summary", "string", lambda: summary(plan, trace)),
     ):
-        told = {"name": name, "encoding": encoding}
-        trace_structured("artifact", metadata_fn=lambda told=told: told, payload_fn=payload, expect_trace_id=False)
+        told = partial(dict[str, str], name=name, encoding=encoding)
+        trace_structured("artifact", metadata_fn=told, payload_fn=payload, expect_trace_id=False)
 
 
 def summary(plan: planner.Plan, trace: planner.Trace) -> str:
