@@ -45,10 +45,8 @@ MAX_TEXT_CHARACTERS = 4096  # characters of the longest text, so that messages a
 _Place = tuple[Any, ...]
 
 
-def read_model(
-    path: str | os.PathLike[str], model: type[ModelT], *, format_name: str, version: int, error: type[FileFormatError]
-) -> ModelT:
-    """Read and validate a JSON file. It is unpacked if its name ends in `.gz`.
+def read_model(path: str | os.PathLike[str], model: type[ModelT], error: type[FileFormatError]) -> ModelT:
+    """Read and validate a JSON file of the format and version of `model`. It is unpacked if its name ends in `.gz`.
 
     Raises `error`, with the file and the place in it, when the file
 
@@ -59,7 +57,7 @@ def read_model(
     """
     text = _read_text(path, error)
     content = _parse(path, text, error)
-    _check_header(path, content, format_name=format_name, version=version, error=error)
+    _check_header(path, content, model, error)
     fault = next(faults(content), None)
     if fault is not None:
         raise error(f"{path}: {fault}")
@@ -186,9 +184,8 @@ def _parse(path: str | os.PathLike[str], text: str, error: type[FileFormatError]
         raise error(f"{path}: not usable JSON: a number has thousands of digits; write it again") from problem
 
 
-def _check_header(
-    path: str | os.PathLike[str], content: object, *, format_name: str, version: int, error: type[FileFormatError]
-) -> None:
+def _check_header(path: str | os.PathLike[str], content: object, model: type[BaseModel], error: type[FileFormatError]) -> None:
+    format_name, version = (model.model_fields[name].default for name in ("format", "version"))
     if not isinstance(content, dict):
         raise error(f"{path}: expected a JSON object with format {format_name!r}, found {type(content).__name__}")
     found = content.get("format")

@@ -16,8 +16,6 @@ from planner.schema.lengths import Sizes, dominates, told
 from planner.schema.models import Bytes, FrozenModel, GrownModel, Id, Ids, Seconds, check_ids
 from planner.schema.trace import SubgroupBytes, Tier, Trace
 
-FORMAT = "teraio.plan"
-VERSION = 1
 WaitingTier = Literal["host", "storage"]
 
 
@@ -234,7 +232,7 @@ class Plan(GrownModel):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan file. Raises PlanError with the file, the place in it and what is wrong."""
-        return read_model(path, cls, format_name=FORMAT, version=VERSION, error=PlanError)
+        return read_model(path, cls, PlanError)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan file. A reader sees the whole old file or the whole new one. Raises OSError."""

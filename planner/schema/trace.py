@@ -28,8 +28,6 @@ from planner.schema.models import (
     printable,
 )
 
-FORMAT = "teraio.trace"
-VERSION = 1
 _WITHOUT_EFFECT = {
     "name",
     "created_by",
@@ -447,7 +445,7 @@ class Trace(GrownModel):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
         """Read a trace file. Raises TraceError with the file, the place in it and what is wrong."""
-        trace = read_model(path, cls, format_name=FORMAT, version=VERSION, error=TraceError)
+        trace = read_model(path, cls, TraceError)
         if trace.stored_fingerprint not in (None, "", trace.fingerprint):
             raise TraceError(
                 f"{path}: the content does not match its fingerprint {trace.stored_fingerprint}; it was "

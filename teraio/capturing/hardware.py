@@ -83,7 +83,7 @@ class MachineDescription(FrozenModel):
                     f"hardware: found {str(name_or_path)!r}, wanted one of {', '.join(known_machines())}, or a JSON file"
                 )
             path = Path(str(resources.files("teraio.capturing") / "machines" / f"{name_or_path}.json"))
-        return read_model(path, cls, format_name="teraio.machine", version=1, error=TraceError)
+        return read_model(path, cls, TraceError)
 
     def seconds(self, kernel: Kernel) -> float:
         """Return the estimated time of a kernel on the device: its arithmetic or its traffic, what is longer, and its launch."""

@@ -42,8 +42,6 @@ from teraio.version import __version__
 
 logger = logging.getLogger("teraio")
 
-FORMAT = "teraio.kept_plan"
-VERSION = 1
 _RATES_DIFFER = 4.0  # a plan is refused if a link is faster or slower by this factor than when the plan was made
 _LARGER = 1.1  # a plan is refused if the device budget has grown by more than this factor: a new one may use it
 _MOST_FILES = 500  # the oldest files beyond this number are removed
@@ -106,7 +104,7 @@ class PlanCache:
         if not path.exists() or path in self._unusable:
             return None
         try:
-            found = read_model(path, KeptPlan, format_name=FORMAT, version=VERSION, error=PlanError)
+            found = read_model(path, KeptPlan, PlanError)
             _check(path, found, key)
         except FileFormatError as error:
             self._unusable.add(path)
