@@ -73,8 +73,6 @@ def begin(line: str) -> Any:
     device.install()
     if setting.way.startswith("zero"):
         raise CannotRun("DeepSpeed's Adam computes in code of its own over all of the states, which have no memory here")
-    if setting.way == "fsdp2":  # its one rank has nobody to talk to
-        pass
     return _Emulated(setting)
 
 

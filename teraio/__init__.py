@@ -129,10 +129,11 @@ def under_budget(
     Raises OptionsError without a lower tier; within the block, BudgetError if one operator alone is too large, StorageError and
     StorageFullError.
     """
+    registry = _registry()  # first: it looks for the names of PyTorch that `larger` imports
     from teraio import larger
     from teraio.options import parse_options
 
-    return larger.under_budget(_registry(), parse_options(options), device)
+    return larger.under_budget(registry, parse_options(options), device)
 
 
 def capture(

@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from planner.errors import BudgetError, TeraioError
 from runtime.device import MIN_MOVED_BYTES
@@ -253,7 +252,7 @@ def _describe_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[tup
 def _parts(described: tuple[str, Kind], value: Any) -> Iterator[tuple[str, Kind]]:
     """Yield names and kinds of what AOTAutograd gives to a graph for an input: for a DTensor its local tensor and its mesh."""
     name, kind = described
-    if not is_traceable_wrapper_subclass(value):
+    if not torch.utils._python_dispatch.is_traceable_wrapper_subclass(value):
         yield (name, kind) if isinstance(value, torch.Tensor) else (name, "activation")
         return
     attributes, _ = value.__tensor_flatten__()

@@ -177,4 +177,4 @@ _WHEELS = {
 def _remedy(error: Exception) -> str:
     """Return what to install: the package that the error names, otherwise all of KvikIO."""
     lacking = [wheel for part, wheel in _WHEELS.items() if part in str(error)]
-    return f"install {lacking[0]}" if lacking else "install teraio[cuda12] or teraio[cuda13]"
+    return f"install {lacking[0]}" if lacking else "install kvikio-cu13 (or -cu12)"

@@ -108,7 +108,7 @@ def _cuda(version: str) -> Iterator[Finding]:
             verdict="note",
             found=str(error),
             effect="drives are read and written through pinned host memory",
-            remedy=f"pip install 'teraio[cuda{version.partition('.')[0]}]'",
+            remedy=f"pip install kvikio-cu{version.partition('.')[0]}",
         )
 
 

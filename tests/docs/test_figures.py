@@ -31,6 +31,17 @@ def test_pages_tell_no_more_tests_than_there_are(request: pytest.FixtureRequest)
             assert found > int(count), f"{path} has {found}"
 
 
+def test_the_page_of_trust_tells_no_more_rows_than_there_are() -> None:
+    rows = {
+        "[real models]": len(json.loads((ROOT / "docs" / "models.json").read_text())["results"]),
+        "and a test for each": len(re.findall(r"^\|.*`tests/.*\|$", DOCS["faults"].text, re.MULTILINE)),
+    }
+    for what, count in rows.items():
+        (line,) = (line for line in DOCS["trust"].text.splitlines() if what in line)
+        (told,) = re.findall(r"over (\d+) rows", line)
+        assert count > int(told), f"{what}: {count}"
+
+
 def figures(path: Any) -> dict[str, dict[str, Any]]:
     """The figures of all parts by name."""
     return {figure["name"]: figure for part in json.loads(path.read_text())["results"] for figure in part["figures"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
@@ -14,22 +15,24 @@ from typing import get_args
 
 import pytest
 import torch
+import typer
 from pydantic import BaseModel
 from typer.main import get_command
 
 import planner
 import planner.errors
 import teraio
-from benchmarks.__main__ import DEFAULT, llama_parts, llama_scale_for, parts, scale_for
+from benchmarks.__main__ import DEFAULT, llama_parts, llama_scale_for, main, parts, scale_for
 from benchmarks.alone import Runner
-from benchmarks.emulated import Emulation
+from benchmarks.emulated import WAYS, Emulation
 from benchmarks.planner_cases import Selection
+from examples.llama import SIZES
 from planner.policies import POLICIES
 from teraio.cli import commands
 from teraio.options import Options
 from teraio.watching import Status
 
-from .pages import DOCS, PAGES, ROOT, TRACES, Page, each_page
+from .pages import DOCS, PAGES, README, ROOT, TRACES, Page, each_page
 
 TOP_LEVEL = ("planner", "runtime", "teraio", "tests", "traces", "benchmarks", "examples", "docs", "tools")
 MADE_LATER = {"benchmarks/out"}
@@ -70,6 +73,14 @@ def test_make_targets_exist(page: Page) -> None:
             words = re.sub(r'".*?"', "", command).split("#")[0].split()[1:]
             assert words[0] in targets, f"{page.name}: {command}"
             assert all(word.partition("=")[0] in variables for word in words[1:]), f"{page.name}: {command}"
+
+
+def test_the_public_ci_runs_what_ci_runs_and_targets_that_exist() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"- run: .*\.ci/run$", workflow, re.MULTILINE)
+    assert all(f"\n{target}:" in makefile for target in re.findall(r"- run: make ([\w-]+)", workflow))
+    assert "exec make check" in (ROOT / ".ci" / "run").read_text()
 
 
 @each_page
@@ -170,6 +181,13 @@ def test_arguments_of_the_command_line_exist() -> None:
     assert shown == positional
 
 
+def known_parts() -> set[str]:
+    """The parts of the benchmarks."""
+    scale = scale_for("cpu", ROOT, 1)
+    llamas = llama_scale_for("cpu", ROOT, 1, sizes=[], dtype=None, minutes=1, batch=None, context=None)
+    return {*parts(scale, Selection(output=ROOT), Emulation(output=ROOT)), *llama_parts(Runner(llamas))}
+
+
 def test_the_parts_of_the_benchmarks_are_explained() -> None:
     page = DOCS["benchmarks"]
     on_cpu, on_gpu, named = (
@@ -178,10 +196,21 @@ def test_the_parts_of_the_benchmarks_are_explained() -> None:
     )
     assert on_gpu == list(DEFAULT["cuda"])
     assert set(on_cpu) == set(DEFAULT["cpu"])
-    scale = scale_for("cpu", ROOT, 1)
-    llamas = llama_scale_for("cpu", ROOT, 1, sizes=[], dtype=None, minutes=1, batch=None, context=None)
-    known = {*parts(scale, Selection(output=ROOT), Emulation(output=ROOT)), *llama_parts(Runner(llamas))}
-    assert {*named, "rivals"} == known - {*on_cpu, *on_gpu}
+    assert {*named, "rivals"} == known_parts() - {*on_cpu, *on_gpu}
+
+
+def test_commands_of_the_benchmarks_are_understood() -> None:
+    """Each row of the README's first table has one."""
+    app = typer.Typer()
+    app.command()(main)
+    command, known = get_command(app), known_parts()
+    of_rows = [row[-1].strip("`") for row in README.table("training")]
+    commands = [*of_rows, *re.findall(r"`python -m benchmarks ([^`…]+)`", "".join(page.text for page in PAGES))]
+    assert len(of_rows) > 10
+    for each in commands:
+        given = command.make_context("benchmarks", shlex.split(each)).params
+        assert given["chosen"] and {*given["chosen"]} <= known, each
+        assert {*(given["way"] or ())} <= {*WAYS} and {*(given["size"] or ())} <= {*SIZES}, each
 
 
 def test_every_error_is_in_the_troubleshooting() -> None:

@@ -1,5 +1,6 @@
 """What the package exports, how it is found by name, and what it says when its parts are hidden by others."""
 
+import ast
 import os
 import re
 import subprocess
@@ -74,6 +75,46 @@ def test_torch_is_imported_only_when_needed(tmp_path: Path) -> None:
         "print('torch' in sys.modules, status(), 'torch' in sys.modules)\n",
     )
     assert (done.returncode, done.stdout) == (0, "False () True\n"), done.stderr
+
+
+GONE = """
+import torch._dynamo, torch._guards, torch.utils._python_dispatch
+import teraio
+
+del torch._guards.detect_fake_mode, torch.utils._python_dispatch.TorchDispatchMode
+del torch.utils._python_dispatch.is_traceable_wrapper_subclass
+model = torch.nn.Linear(2, 2)
+for door in (
+    lambda: teraio.capture(model, (torch.ones(1, 2),)),
+    lambda: teraio.under_budget(storage="."),
+    lambda: teraio.compile(model),
+    lambda: __import__("teraio.backend"),
+    teraio.status,
+):
+    try:
+        door()
+    except teraio.UnsupportedError as error:
+        print(error)
+"""
+
+
+def test_whatever_is_called_first_says_which_name_of_torch_is_gone(tmp_path: Path) -> None:
+    done = script(tmp_path, GONE)
+    told = f"teraio uses torch._guards.detect_fake_mode, and torch {torch.__version__} has no such name"
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == [told] * 5
+
+
+NETWORK = ("ftplib", "http", "httpx", "imaplib", "poplib", "requests", "smtplib", "socket", "ssl", "urllib")
+
+
+def test_nothing_of_it_can_talk_to_a_network() -> None:
+    """Ranks talk by PyTorch's own store."""
+    for file in (file for package in ("planner", "runtime", "teraio") for file in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.partition(".")[0] for name in names} & {*NETWORK}, f"{file} imports {names}"
 
 
 def test_an_old_python_is_refused_by_a_line(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def draw(facts: Data, path: str | os.PathLike[str]) -> None:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise OptionsError(f"option --png needs matplotlib ({error}); install it: pip install 'teraio[plot]'") from error
+        raise OptionsError(f"option --png needs matplotlib ({error}); pip install matplotlib") from error
     rows = facts["timeline"]
     figure = Figure(figsize=(12, 9), layout="constrained")
     FigureCanvasAgg(figure)

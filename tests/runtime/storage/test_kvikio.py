@@ -139,7 +139,7 @@ def test_what_is_missing_is_named() -> None:
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (ModuleNotFoundError("No module named 'kvikio'"), r"install teraio\[cuda12\] or teraio\[cuda13\]"),
+        (ModuleNotFoundError("No module named 'kvikio'"), r"install kvikio-cu13 \(or -cu12\)"),
         (ModuleNotFoundError("No module named 'rapids_logger'"), "install rapids-logger"),
         (OSError("librapids_logger.so: cannot open shared object file"), "install rapids-logger"),
         (RuntimeError("libcufile.so.0 not found"), "install nvidia-cufile"),

@@ -318,7 +318,7 @@ def test_a_picture(chain: Path, report: Report, tmp_path: Path) -> None:
         (["--measured", "{folder}/empty.jsonl", "-o", "{folder}/a.html"], "no iteration is in it"),
         (["--trace", str(file_of("wrap")), "-o", "{folder}/a.html", "--points", 0, "--no-compare"], "fingerprint"),
         (["--trace", str(CHAIN_FILE), "--png", "{folder}/a.png"], "--png needs matplotlib"),
-        (["--trace", str(CHAIN_FILE), "--png", "{folder}/a.png"], "pip install 'teraio[plot]'"),
+        (["--trace", str(CHAIN_FILE), "--png", "{folder}/a.png"], "pip install matplotlib"),
     ],
 )
 def test_what_cannot_be_reported(
