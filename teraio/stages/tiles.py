@@ -38,19 +38,21 @@ from torch.utils._sympy.functions import FloorDiv
 from torch.utils.checkpoint import CheckpointPolicy
 
 from teraio.stages.cost import is_heavy
+from teraio.stages.cut import module_path
 from teraio.stages.kernels import storages_of
 from teraio.stages.operators import (
     TILE,
     is_creation,
     is_getitem,
     is_size,
+    is_view,
     known_size,
     output_bytes,
     packet_name,
     settled,
     tensors_taken,
 )
-from teraio.stages.rows import MEAN, NO_REDUCTION, ROWS, Part, Rows, Size, part_of, places, shape_of, sizes_of
+from teraio.stages.rows import MEAN, NO_REDUCTION, ROWS, Part, Rows, Size, has_several, part_of, places, shape_of, sizes_of
 from teraio.stages.sizes import Sizes
 
 _log = logging.getLogger("teraio")
@@ -97,21 +99,27 @@ def mark(graph: Graph, *, above_bytes: int, fuses: bool) -> None:
     """
     forward = _forward(graph)
     taken: set[Node] = set()
+    changing = _reads_what_changes(graph)
     identity = 1 + max((node.meta.get("ac_graph_id", 0) for node in graph.nodes), default=0)
     for product in sorted((node for node in forward if packet_name(node) in ("mm", "addmm")), key=_elements, reverse=True):
         widens = _elements(product) > 2 * _elements(cast(Node, product.args[-2]))  # so that what it takes is not large itself
         if product in taken or not widens or _MOST_LARGE * _elements(product) <= above_bytes:
             continue
         region = _region(product, forward)
-        if region is None or taken & region.members.keys():
+        if region is None or taken & region.members.keys() or changing & set(region.recomputed):
             continue
         tiles, whole_bytes = region.tiles(above_bytes=above_bytes, fuses=fuses)
         if tiles > 1:
             taken |= region.members.keys()
             product.meta[_TILES] = tiles, whole_bytes
+            if any(user.op == "output" for node in region.large for user in node.users):
+                _log.info("%s runs in tiles, but the model returns its result, which stays whole", module_path(product) or "a product")
+            policies = dict.fromkeys(changing, CheckpointPolicy.MUST_SAVE)
             for node in region.recomputed:
+                policies[node] = CheckpointPolicy.MUST_RECOMPUTE
+            for node, policy in policies.items():
                 if "recompute" not in node.meta:  # the user's own checkpoints hold
-                    node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=identity)
+                    node.meta.update(recompute=policy, ac_graph_id=identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +179,20 @@ def _forward(graph: Graph) -> dict[Node, None]:
     return dict.fromkeys(node for node in graph.nodes if node in needed and node.op == "call_function" and not is_size(node))
 
 
+def _reads_what_changes(graph: Graph) -> set[Node]:
+    """Return what reads inputs that the graph writes in the end, such as buffers: later it would read other values."""
+    written = [node.args[0] for node in graph.nodes if packet_name(node) == "copy_"]
+    shown = [node for node in written if isinstance(node, Node) and node.op == "placeholder"]
+    found: set[Node] = set()
+    for node in shown:  # grows meanwhile
+        shown += [user for user in node.users if is_view(user)]
+        found.update(user for user in node.users if user.op == "call_function" and not is_view(user))
+    return found
+
+
 def _elements(node: Node) -> int:
     """Return how many numbers are in memory for what `node` returns."""
-    if shape_of(node) is None:
+    if shape_of(node) is None or has_several(node):
         return 0
     value: torch.Tensor = node.meta["val"]
     sizes, strides = map(known_size, value.shape), map(known_size, value.stride())
@@ -307,10 +326,10 @@ class _Spread:
         if part is None:
             return False
         self.parts[node] = part
-        if out is not None:
-            self.where[node] = out
-        elif packet_name(node) == "nll_loss_forward" and node.args[3] == NO_REDUCTION:
+        if out is None and packet_name(node) == "nll_loss_forward" and node.args[3] == NO_REDUCTION:
             self.where.update((user, Rows(0)) for user in node.users if user.args[1] == 0)
+        elif out is not None:
+            self.where.update(dict.fromkeys(node.users if has_several(node) else [node], out))
         return True
 
     def is_large(self, node: Node) -> bool:
