@@ -89,7 +89,7 @@ class StageCompiler:
         """Return a context in which PyTorch makes the graphs to compile: what is to run in tiles is marked in them."""
         if self._tiles_above_bytes is None:
             return nullcontext()
-        return marking(above_bytes=self._tiles_above_bytes, fuses=self._fuses)
+        return marking(above_bytes=self._tiles_above_bytes, fuses=self._fuses, most_bytes=self._most_bytes)
 
     def compile(
         self, gm: GraphModule, *, phase: Phase, options: dict[str, Any], inputs: Sequence[tuple[str, Kind]] = ()

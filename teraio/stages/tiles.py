@@ -62,6 +62,7 @@ _TILES = "teraio_tiles"  # of a product that begins a region, in `meta`: the num
 
 _LEAST_ROWS = 256  # of a tile: with fewer, matrix products become slow
 _MOST_TILES = 64
+_LEAST_SHARE = 1 / 8  # of what a region holds in any case, for what follows its rows: with less, hardly anything is gained
 _MULTIPLE = 64  # of the rows of a tile: so that slices are aligned
 _MOST_LARGE = 64  # bytes of all that is in memory for one number of the product: no region needs more
 _MOST_PARTS = 8  # of a sum of products: its temporaries are so much smaller
@@ -70,7 +71,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 @contextlib.contextmanager
-def marking(*, above_bytes: int, fuses: bool) -> Iterator[None]:
+def marking(*, above_bytes: int, fuses: bool, most_bytes: int | None = None) -> Iterator[None]:
     """Have PyTorch `mark` each graph that it makes meanwhile, after the passes of the user."""
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -82,7 +83,7 @@ def marking(*, above_bytes: int, fuses: bool) -> Iterator[None]:
         def __call__(self, graph: Graph) -> None:
             for each in before:
                 each(graph)
-            mark(graph, above_bytes=above_bytes, fuses=fuses)
+            mark(graph, above_bytes=above_bytes, fuses=fuses, most_bytes=most_bytes)
 
         def uuid(self) -> Any:  # part of the keys of Inductor's cache
             known = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in before]
@@ -92,10 +93,11 @@ def marking(*, above_bytes: int, fuses: bool) -> Iterator[None]:
         yield
 
 
-def mark(graph: Graph, *, above_bytes: int, fuses: bool) -> None:
+def mark(graph: Graph, *, above_bytes: int, fuses: bool, most_bytes: int | None) -> None:
     """Mark the regions of a joint graph, or of one without a backward pass, that are to run in tiles.
 
     above_bytes: regions that need less stay whole. fuses: operators are fused, so that few of their results are in memory.
+    most_bytes: tiles that need more become smaller, as far as that helps; None: no limit is known.
     """
     forward = _forward(graph)
     taken: set[Node] = set()
@@ -108,12 +110,13 @@ def mark(graph: Graph, *, above_bytes: int, fuses: bool) -> None:
         region = _region(product, forward)
         if region is None or taken & region.members.keys() or changing & set(region.recomputed):
             continue
-        tiles, whole_bytes = region.tiles(above_bytes=above_bytes, fuses=fuses)
+        tiles, whole_bytes = region.tiles(above_bytes=above_bytes, fuses=fuses, most_bytes=most_bytes)
         if tiles > 1:
             taken |= region.members.keys()
             product.meta[_TILES] = tiles, whole_bytes
             if any(user.op == "output" for node in region.large for user in node.users):
-                _log.info("%s runs in tiles, but the model returns its result, which stays whole", module_path(product) or "a product")
+                what = module_path(product) or "a product"
+                _log.info("%s runs in tiles, but the model returns its result, which stays whole", what)
             policies = dict.fromkeys(changing, CheckpointPolicy.MUST_SAVE)
             for node in region.recomputed:
                 policies[node] = CheckpointPolicy.MUST_RECOMPUTE
@@ -250,9 +253,9 @@ class _Region:
         storages, results = self._results
         return [node for node in self.large if storages[node] not in results - {storages[self.product]}]
 
-    def tiles(self, *, above_bytes: int, fuses: bool) -> tuple[int, int]:
-        """Return into how many tiles it is divided, so many that what follows the number of rows is no longer what counts, and
-        what it needs at once without.
+    def tiles(self, *, above_bytes: int, fuses: bool, most_bytes: int | None) -> tuple[int, int]:
+        """Return into how many tiles it is divided, so many that what follows the number of rows is no longer what counts and
+        no more than `most_bytes` are needed; and what it needs at once without.
 
         1 if that is no more than `above_bytes`, if all that is large is its results, or if tiles need more than half.
         """
@@ -271,7 +274,8 @@ class _Region:
         halves = (grows - stays) / 2  # what may grow so that all is half of it
         if grows + stays <= above_bytes or halves <= 0 or all(storages[node] in results for node in self.large):
             return 1, grows + taken_bytes
-        wanted = 1 << max(0, math.ceil(math.log2(grows / min(stays, halves))))
+        room = math.inf if most_bytes is None else max(most_bytes - stays, _LEAST_SHARE * stays)
+        wanted = 1 << max(0, math.ceil(math.log2(grows / min(stays, halves, room))))
         found = min(wanted, _MOST_TILES, max(known_size(self.product.meta["val"].shape[0]) // _LEAST_ROWS, 1))
         return found if grows / found <= halves else 1, grows + taken_bytes
 

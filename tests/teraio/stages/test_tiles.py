@@ -503,6 +503,24 @@ def test_with_room_for_all_nothing_runs_in_tiles(fuses: bool) -> None:
     assert [check_results(graph) for graph in graphs] == [0, 0]
 
 
+def test_a_budget_that_larger_tiles_exceed_makes_them_smaller() -> None:
+    """In tiles as large as what a head and its gradients take in any case it needs twice that."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(128, 1024, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x).logsumexp(1)
+
+    def count(most_bytes: int | None) -> int:
+        with tiles.marking(above_bytes=0, fuses=True, most_bytes=most_bytes):
+            return tiled(capture(Wide(), torch.randn(4096, 128))[1])[1]
+
+    assert count(None) == count(1 << 30) == 8 and count(1 << 20) == 16
+
+
 def test_what_no_rule_knows_ends_a_region(fuses: bool) -> None:
     """Scores are shifted by a row each: what follows runs for all rows, and what comes before in tiles."""
 
