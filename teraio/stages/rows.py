@@ -67,14 +67,13 @@ _Rule = Callable[[Node, Rows | None, Size, Mapping[Node, Rows]], Part | None]
 def shape_of(node: Node) -> tuple[Size, ...] | None:
     """Return the shape of what `node` returns, of several results that of the first; None if that is no tensor."""
     value = node.meta.get("val")
-    first = value[0] if has_several(node) else value
+    first = value[0] if isinstance(value, (tuple, list)) and value else value
     return tuple(sizes_of(first)) if has_storage(first) else None
 
 
 def has_several(node: Node) -> bool:
     """Return whether `node` returns several results. Where they have rows, these lie at the same place in all of them."""
-    value = node.meta.get("val")
-    return isinstance(value, (tuple, list)) and len(value) > 0
+    return isinstance(node.meta.get("val"), (tuple, list))
 
 
 def sizes_of(value: torch.Tensor) -> list[Size]:
