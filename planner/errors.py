@@ -89,8 +89,8 @@ class BudgetError(TeraioError):
             message += f". The stages that need the most: {needs}. Smaller batches or shorter sequences lower their needs"
         if self.in_pieces:
             message += (
-                ". It is a loss over classes, for all rows at once: tiles='auto' computes one by some rows at a time where sizes "
-                "are fixed, torch.nn.functional.linear_cross_entropy (PyTorch 2.13) where they vary"
+                ". It is a loss over classes, for all rows at once: tiles='auto' computes one by some rows at a time if it knows "
+                "all operators, torch.nn.functional.linear_cross_entropy (PyTorch 2.13) in any case"
             )
         super().__init__(message)
 

@@ -122,13 +122,15 @@ class TrainingRun:
             iteration=lambda: self._pager.iteration,
             moves=lambda: self._pager.account.moves,
         )
+        tiles_above_bytes, most_bytes = _limits(options, parts.graphs_for_bytes or machine.budgets.device)
         self.stage_compiler = StageCompiler(
             codegen=parts.codegen or options.codegen,
             mode=options.mode,
             policy=parts.cut_policy,
             fuses=options.codegen != "eager",
             speed_of=parts.speed_of,
-            **_most_bytes(options, parts.graphs_for_bytes or machine.budgets.device),
+            tiles_above_bytes=tiles_above_bytes,
+            most_bytes=most_bytes,
         )
         subgroup_bytes = parts.subgroup_bytes
         if subgroup_bytes is None and given is not None:
@@ -552,10 +554,10 @@ class TrainingRun:
 _OF_THE_BUDGET = 7 / 8  # that a stage may take: the rest is for what is too small to move
 
 
-def _most_bytes(options: Options, budget_bytes: int | None) -> dict[str, int]:
-    """Return above which bytes what has many rows runs in tiles, and other stages are cut; nothing where that is not wanted."""
+def _limits(options: Options, budget_bytes: int | None) -> tuple[int | None, int | None]:
+    """Return above which bytes what has many rows runs in tiles, and other stages are cut; None where that is not wanted."""
     if isinstance(options.tiles, int):
-        return {"tiles_above_bytes": options.tiles, "most_bytes": options.tiles}
+        return options.tiles, options.tiles
     if options.tiles == "off" or budget_bytes is None:
-        return {}
-    return {"tiles_above_bytes": budget_bytes // 2, "most_bytes": int(_OF_THE_BUDGET * budget_bytes)}
+        return None, None
+    return budget_bytes // 2, int(_OF_THE_BUDGET * budget_bytes)

@@ -47,8 +47,8 @@ class StagePieces(PagerPart):
         self._transitions = transitions
         self._seen: set[str] = set()
         self._known: dict[str, _Recorded] = {}
-        self._short: set[str] = set()
-        self._short_bytes: int | None = None  # the smallest piece for which stages have had retries
+        self._retried: set[str] = set()  # stages
+        self._retried_bytes: int | None = None  # the smallest piece for which stages had retries
         self._served: dict[str | int, int] = {}  # how often in a row none had to make way for a stage, or a block of that size
         self._running = ""
         self._new_bytes = 0
@@ -104,10 +104,10 @@ class StagePieces(PagerPart):
     def _looks_at(self, what: str | int, largest: int) -> bool:
         """Whether blocks make way, if they have to, for a stage whose largest piece that is, or for a block of that size."""
         settled = not self._looks and self._served.get(what, 0) >= _SETTLED
-        return not settled and (what in self._short or self._is_enough(largest))
+        return not settled and (what in self._retried or self._is_enough(largest))
 
     def _is_enough(self, size_bytes: int) -> bool:
-        return self._is_large(size_bytes) or self._short_bytes is not None and size_bytes >= self._short_bytes
+        return self._is_large(size_bytes) or self._retried_bytes is not None and size_bytes >= self._retried_bytes
 
     def _is_large(self, size_bytes: int, share: int = _LARGE_SHARE) -> bool:
         return size_bytes >= (self._account.budget_bytes or 0) // share
@@ -128,11 +128,11 @@ class StagePieces(PagerPart):
         if self._looks:
             before, self._retries = self._retries, self._device.retries
             if self._retries > before:  # its own, or of a block that came back for it
-                self._short.add(what)
+                self._retried.add(what)
                 own = max(self._known[what].history, default=0) if what in self._known else 0
                 missed = [size for size in (own, self._come_bytes) if not self._is_enough(size)]
                 if missed and self._is_large(max(missed), _LEAST_SHARE):
-                    self._short_bytes = max(missed)
+                    self._retried_bytes = max(missed)
         self._come_bytes = 0
 
     def _end_recording(self) -> Sequence[int] | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -65,7 +64,7 @@ class StageCompiler:
         self._speed_of = speed_of
         self._tiles_above_bytes = tiles_above_bytes
         self._most_bytes = most_bytes
-        self._tiled: list[_Tiled] = []
+        self._tiled: list[tuple[Tiled, float]] = []  # with the share of its graph's time that is computed again
         self._compiled: dict[str, tuple[StageFunction, GraphModule]] = {}
         self._graphs = 0
         self._forward_bytes = 0
@@ -78,17 +77,19 @@ class StageCompiler:
 
     def tiled(self, trace: Trace) -> tuple[Tiled, ...]:
         """Return what runs in tiles in the iteration of `trace`."""
-        return tuple(
-            Tiled(what=each.what, tiles=each.tiles, whole_bytes=each.whole_bytes, again_seconds=each.again_share * sum(times))
-            for each in self._tiled
-            if (times := [stage.duration_seconds for stage in trace.stages if stage.name.startswith(f"{each.graph}/")])
-        )
+        found = []
+        for each, share in self._tiled:
+            graph = each.what.partition("/")[0]
+            times = [stage.duration_seconds for stage in trace.stages if stage.name.startswith(f"{graph}/")]
+            if times:
+                found.append(each.model_copy(update={"again_seconds": share * sum(times)}))
+        return tuple(found)
 
     def marks_tiles(self) -> AbstractContextManager[None]:
         """Return a context in which PyTorch makes the graphs to compile: what is to run in tiles is marked in them."""
         if self._tiles_above_bytes is None:
             return nullcontext()
-        return marking(above_bytes=self._tiles_above_bytes, fuses=self._fuses)
+        return marking(above_bytes=self._tiles_above_bytes, fuses=self._fuses, most_bytes=self._most_bytes)
 
     def compile(
         self, gm: GraphModule, *, phase: Phase, options: dict[str, Any], inputs: Sequence[tuple[str, Kind]] = ()
@@ -147,15 +148,9 @@ class StageCompiler:
         for region in tile(graph):
             takes = takes or {node: seconds(node, speed) for node in graph.nodes}
             again = 0.0 if name.startswith("forward") else sum(takes[node] for node in region.again)
-            self._tiled.append(
-                _Tiled(
-                    graph=name,
-                    what=f"{name}/{path_of_modules(list(region.operators))}",
-                    tiles=region.tiles,
-                    whole_bytes=region.whole_bytes,
-                    again_share=again / sum(takes.values()),
-                )
-            )
+            what = f"{name}/{path_of_modules(list(region.operators))}"
+            made = Tiled(what=what, tiles=region.tiles, whole_bytes=region.whole_bytes, again_seconds=0.0)
+            self._tiled.append((made, again / sum(takes.values())))
 
     def _function(self, subgraph: Subgraph, options: dict[str, Any]) -> StageFunction:
         key = subgraph.key
@@ -167,17 +162,6 @@ class StageCompiler:
             # The module keeps its constants alive: their identity is part of the key.
             self._compiled[key] = function, subgraph.module
         return self._compiled[key][0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tiled:
-    """As `Tiled`. graph: by name. again_share: of the time of the graph."""
-
-    graph: str
-    what: str
-    tiles: int
-    whole_bytes: int
-    again_share: float
 
 
 def _device(graph: Graph) -> torch.device:

@@ -65,9 +65,15 @@ _Rule = Callable[[Node, Rows | None, Size, Mapping[Node, Rows]], Part | None]
 
 
 def shape_of(node: Node) -> tuple[Size, ...] | None:
-    """Return the shape of what `node` returns; None if that is no tensor."""
+    """Return the shape of what `node` returns, of several results that of the first; None if that is no tensor."""
     value = node.meta.get("val")
-    return tuple(sizes_of(value)) if has_storage(value) else None
+    first = value[0] if isinstance(value, (tuple, list)) and value else value
+    return tuple(sizes_of(first)) if has_storage(first) else None
+
+
+def has_several(node: Node) -> bool:
+    """Return whether `node` returns several results. Where they have rows, these lie at the same place in all of them."""
+    return isinstance(node.meta.get("val"), (tuple, list))
 
 
 def sizes_of(value: torch.Tensor) -> list[Size]:
@@ -97,7 +103,7 @@ def part_of(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or draws(node):
         return None
-    if packet_name(node) != "nll_loss_forward" and shape_of(node) is None:
+    if shape_of(node) is None:
         return None
     pointwise = torch.Tag.pointwise in target.tags or packet_name(node) in _POINTWISE
     rule = _pointwise if pointwise else _RULES.get(packet_name(node))
@@ -283,11 +289,12 @@ def _class_loss_gradient(node: Node, out: Rows | None, rows: Size, known: Mappin
 
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys("_log_softmax _softmax _log_softmax_backward_data _softmax_backward_data".split(), _along),
-    **dict.fromkeys("gather scatter scatter_add slice slice_scatter cumsum".split(), _along),
-    **dict.fromkeys("sum mean amax amin logsumexp any all argmax argmin prod".split(), _reduced),
-    **dict.fromkeys("view _unsafe_view reshape unsqueeze squeeze".split(), _reshaped),
+    **dict.fromkeys("gather scatter scatter_add slice slice_scatter split split_with_sizes cat".split(), _along),
+    **dict.fromkeys("cumsum glu glu_backward".split(), _along),
+    **dict.fromkeys("sum mean var_mean amax amin logsumexp any all argmax argmin prod".split(), _reduced),
+    **dict.fromkeys("view _unsafe_view unsqueeze squeeze".split(), _reshaped),
     **dict.fromkeys("permute t transpose".split(), _permuted),
-    **dict.fromkeys("full zeros ones empty".split(), _filled),
+    **dict.fromkeys("full zeros ones".split(), _filled),
     **dict.fromkeys("mm addmm".split(), _product),
     "constant_pad_nd": _padded,
     "expand": _expanded,

@@ -38,19 +38,21 @@ from torch.utils._sympy.functions import FloorDiv
 from torch.utils.checkpoint import CheckpointPolicy
 
 from teraio.stages.cost import is_heavy
+from teraio.stages.cut import module_path
 from teraio.stages.kernels import storages_of
 from teraio.stages.operators import (
     TILE,
     is_creation,
     is_getitem,
     is_size,
+    is_view,
     known_size,
     output_bytes,
     packet_name,
     settled,
     tensors_taken,
 )
-from teraio.stages.rows import MEAN, NO_REDUCTION, ROWS, Part, Rows, Size, part_of, places, shape_of, sizes_of
+from teraio.stages.rows import MEAN, NO_REDUCTION, ROWS, Part, Rows, Size, has_several, part_of, places, shape_of, sizes_of
 from teraio.stages.sizes import Sizes
 
 _log = logging.getLogger("teraio")
@@ -60,6 +62,7 @@ _TILES = "teraio_tiles"  # of a product that begins a region, in `meta`: the num
 
 _LEAST_ROWS = 256  # of a tile: with fewer, matrix products become slow
 _MOST_TILES = 64
+_LEAST_SHARE = 1 / 8  # of what a region holds in any case, for what follows its rows: with less, hardly anything is gained
 _MULTIPLE = 64  # of the rows of a tile: so that slices are aligned
 _MOST_LARGE = 64  # bytes of all that is in memory for one number of the product: no region needs more
 _MOST_PARTS = 8  # of a sum of products: its temporaries are so much smaller
@@ -68,7 +71,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 @contextlib.contextmanager
-def marking(*, above_bytes: int, fuses: bool) -> Iterator[None]:
+def marking(*, above_bytes: int, fuses: bool, most_bytes: int | None = None) -> Iterator[None]:
     """Have PyTorch `mark` each graph that it makes meanwhile, after the passes of the user."""
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -80,7 +83,7 @@ def marking(*, above_bytes: int, fuses: bool) -> Iterator[None]:
         def __call__(self, graph: Graph) -> None:
             for each in before:
                 each(graph)
-            mark(graph, above_bytes=above_bytes, fuses=fuses)
+            mark(graph, above_bytes=above_bytes, fuses=fuses, most_bytes=most_bytes)
 
         def uuid(self) -> Any:  # part of the keys of Inductor's cache
             known = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in before]
@@ -90,28 +93,36 @@ def marking(*, above_bytes: int, fuses: bool) -> Iterator[None]:
         yield
 
 
-def mark(graph: Graph, *, above_bytes: int, fuses: bool) -> None:
+def mark(graph: Graph, *, above_bytes: int, fuses: bool, most_bytes: int | None) -> None:
     """Mark the regions of a joint graph, or of one without a backward pass, that are to run in tiles.
 
     above_bytes: regions that need less stay whole. fuses: operators are fused, so that few of their results are in memory.
+    most_bytes: tiles that need more become smaller, as far as that helps; None: no limit is known.
     """
     forward = _forward(graph)
     taken: set[Node] = set()
+    changing = _reads_what_changes(graph)
     identity = 1 + max((node.meta.get("ac_graph_id", 0) for node in graph.nodes), default=0)
     for product in sorted((node for node in forward if packet_name(node) in ("mm", "addmm")), key=_elements, reverse=True):
         widens = _elements(product) > 2 * _elements(cast(Node, product.args[-2]))  # so that what it takes is not large itself
         if product in taken or not widens or _MOST_LARGE * _elements(product) <= above_bytes:
             continue
         region = _region(product, forward)
-        if region is None or taken & region.members.keys():
+        if region is None or taken & region.members.keys() or changing & set(region.recomputed):
             continue
-        tiles, whole_bytes = region.tiles(above_bytes=above_bytes, fuses=fuses)
+        tiles, whole_bytes = region.tiles(above_bytes=above_bytes, fuses=fuses, most_bytes=most_bytes)
         if tiles > 1:
             taken |= region.members.keys()
             product.meta[_TILES] = tiles, whole_bytes
+            if any(user.op == "output" for node in region.large for user in node.users):
+                what = module_path(product) or "a product"
+                _log.info("%s runs in tiles, but the model returns its result, which stays whole", what)
+            policies = dict.fromkeys(changing, CheckpointPolicy.MUST_SAVE)
             for node in region.recomputed:
+                policies[node] = CheckpointPolicy.MUST_RECOMPUTE
+            for node, policy in policies.items():
                 if "recompute" not in node.meta:  # the user's own checkpoints hold
-                    node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=identity)
+                    node.meta.update(recompute=policy, ac_graph_id=identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +182,20 @@ def _forward(graph: Graph) -> dict[Node, None]:
     return dict.fromkeys(node for node in graph.nodes if node in needed and node.op == "call_function" and not is_size(node))
 
 
+def _reads_what_changes(graph: Graph) -> set[Node]:
+    """Return what reads inputs that the graph writes in the end, such as buffers: later it would read other values."""
+    written = [node.args[0] for node in graph.nodes if packet_name(node) == "copy_"]
+    shown = [node for node in written if isinstance(node, Node) and node.op == "placeholder"]
+    found: set[Node] = set()
+    for node in shown:  # grows meanwhile
+        shown += [user for user in node.users if is_view(user)]
+        found.update(user for user in node.users if user.op == "call_function" and not is_view(user))
+    return found
+
+
 def _elements(node: Node) -> int:
     """Return how many numbers are in memory for what `node` returns."""
-    if shape_of(node) is None:
+    if shape_of(node) is None or has_several(node):
         return 0
     value: torch.Tensor = node.meta["val"]
     sizes, strides = map(known_size, value.shape), map(known_size, value.stride())
@@ -231,9 +253,9 @@ class _Region:
         storages, results = self._results
         return [node for node in self.large if storages[node] not in results - {storages[self.product]}]
 
-    def tiles(self, *, above_bytes: int, fuses: bool) -> tuple[int, int]:
-        """Return into how many tiles it is divided, so many that what follows the number of rows is no longer what counts, and
-        what it needs at once without.
+    def tiles(self, *, above_bytes: int, fuses: bool, most_bytes: int | None) -> tuple[int, int]:
+        """Return into how many tiles it is divided, so many that what follows the number of rows is no longer what counts and
+        no more than `most_bytes` are needed; and what it needs at once without.
 
         1 if that is no more than `above_bytes`, if all that is large is its results, or if tiles need more than half.
         """
@@ -252,7 +274,8 @@ class _Region:
         halves = (grows - stays) / 2  # what may grow so that all is half of it
         if grows + stays <= above_bytes or halves <= 0 or all(storages[node] in results for node in self.large):
             return 1, grows + taken_bytes
-        wanted = 1 << max(0, math.ceil(math.log2(grows / min(stays, halves))))
+        room = math.inf if most_bytes is None else max(most_bytes - stays, _LEAST_SHARE * stays)
+        wanted = 1 << max(0, math.ceil(math.log2(grows / min(stays, halves, room))))
         found = min(wanted, _MOST_TILES, max(known_size(self.product.meta["val"].shape[0]) // _LEAST_ROWS, 1))
         return found if grows / found <= halves else 1, grows + taken_bytes
 
@@ -307,10 +330,10 @@ class _Spread:
         if part is None:
             return False
         self.parts[node] = part
-        if out is not None:
-            self.where[node] = out
-        elif packet_name(node) == "nll_loss_forward" and node.args[3] == NO_REDUCTION:
+        if out is None and packet_name(node) == "nll_loss_forward" and node.args[3] == NO_REDUCTION:
             self.where.update((user, Rows(0)) for user in node.users if user.args[1] == 0)
+        elif out is not None:
+            self.where.update(dict.fromkeys(node.users if has_several(node) else [node], out))
         return True
 
     def is_large(self, node: Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,26 @@ def batched(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Any:
         shifted.sum([0, 1], keepdim=True),
         shifted.permute(2, 0, 1),
         shifted.sum(1),
+    )
+
+
+def others(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Any:
+    """What a head has seldom, and feed-forward layers have: gates in one product, norms within a row."""
+    scores = x @ weight.t()
+    classes, column, both = scores.shape[1], target.unsqueeze(1), torch.cat([scores, scores.tanh()], 1)
+    copies = [torch.ops.aten.detach(scores), torch.ops.aten.alias(scores), scores.clone(), scores.double()]
+    return (
+        both.split([1, 2 * classes - 1], 1),
+        both.split(classes, 1),
+        torch.ops.aten.glu_backward(functional.glu(both, 1), both, 1),
+        torch.var_mean(both, [1], correction=0, keepdim=True),
+        [torch.ops.aten._unsafe_view(scores, [1, *scores.shape]), torch.t(scores), scores.cumsum(1)],
+        scores.scatter_add(1, column, column.float()) + torch.slice_scatter(both, scores, 1, 1, classes + 1)[:, :classes],
+        [scores.mean(1), scores.prod(1), scores.amin(1), scores.argmin(1), (scores > 0).any(1), (scores > 0).all(1)],
+        torch.ops.aten._softmax_backward_data(scores, scores.softmax(1), 1, scores.dtype),
+        [scores * torch.zeros(scores.shape), scores * torch.ones(scores.shape), scores * torch.full(scores.shape, 0.5)],
+        [torch.zeros_like(scores), torch.ones_like(scores), torch.full_like(scores, 0.5), *copies],
+        torch.ops.prims.convert_element_type(scores, torch.float64),
     )
 
 
@@ -150,7 +171,8 @@ def check(
         parts.append(part.target(*args, **kwargs))
     whole = values[node]
     if out is not None:
-        assert_equal(torch.cat(parts, out.first).reshape(whole.shape), whole, node)
+        for found, wanted in zip(zip(*parts, strict=True), whole, strict=True) if rows.has_several(node) else [(parts, whole)]:
+            assert_equal(torch.cat(found, out.first).reshape(wanted.shape), wanted, node)
     elif isinstance(whole, tuple):  # losses and weights
         sums = [sum(each[i].sum() for each in parts) for i in (0, 1)]
         losses = torch.cat([each[0] for each in parts]) if node.args[3] == rows.NO_REDUCTION else sums[0]
@@ -164,7 +186,8 @@ def assert_equal(found: Tensor, wanted: Tensor, node: Node) -> None:
     torch.testing.assert_close(found, wanted, equal_nan=True, msg=lambda text: f"{node.format_node()}: {text}")
 
 
-heads = st.sampled_from([head(rows.MEAN), head(rows.SUM, 2.0), head(rows.NO_REDUCTION), decomposed, batched])
+HEADS = [head(rows.MEAN), head(rows.SUM, 2.0), head(rows.NO_REDUCTION), decomposed, batched, others]
+heads = st.sampled_from(HEADS)
 sizes = st.tuples(st.integers(2, 6), st.integers(1, 6), st.integers(2, 6), st.integers(1, 4), st.integers(0, 1 << 30))
 
 
@@ -186,6 +209,17 @@ def test_parts_of_rows_are_the_whole(function: Callable[..., Any], given_sizes: 
 @given(heads, sizes)
 def test_parts_of_a_symbolic_number_of_rows_are_the_whole(function: Callable[..., Any], given_sizes: tuple[int, ...]) -> None:
     check_parts(function, "symbolic", *given_sizes)
+
+
+@pytest.mark.parametrize("tracing", ["fake", "symbolic"])
+def test_every_rule_is_among_those_that_are_compared(tracing: str) -> None:
+    found = set()
+    for function in HEADS:
+        arguments = [torch.randn(11, 3), torch.randn(7, 3), torch.randn(7), torch.randint(0, 7, (11,))]
+        graph = make_fx(function, tracing_mode=tracing)(*arguments)
+        found |= check_rules(graph, arguments, 2 if function is batched else 1, 4)
+    missing = (rows._RULES.keys() | rows._POINTWISE) - found
+    assert not missing, missing
 
 
 @pytest.mark.parametrize("tracing", ["fake", "symbolic"])
@@ -365,9 +399,96 @@ def test_sums_over_tiles_have_32_bits(loss: Loss, fuses: bool) -> None:
     assert sums and all(n.args[0].meta["val"].dtype == torch.float32 for n in sums)
 
 
-def test_scores_that_are_a_result_are_made_once(fuses: bool) -> None:
-    forward, backward = captured(Model(shown), fuses=fuses, batch=2 * BATCH)
+def test_scores_that_are_a_result_are_made_once(fuses: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "teraio"):
+        forward, backward = captured(Model(shown), fuses=fuses, batch=2 * BATCH)
+    assert caplog.messages == ["head runs in tiles, but the model returns its result, which stays whole"]
     assert check_results(forward) > 1 and check_results(backward) > 1
+    scores = 2 * BATCH * WORDS * CLASSES
+    made = [operators.packet_name(n) for n in tiled(forward)[0].graph.nodes if elements_made(n) >= scores]
+    assert made == ["full"] and not any(elements_made(n) >= scores for n in tiled(backward)[0].graph.nodes)
+
+
+def elements_made(node: Node) -> int:
+    """Numbers in storages that `node` makes."""
+    value = node.meta.get("val")
+    makes = node.op == "call_function" and not operators.is_view(node) and not operators.writes_first(node)
+    return value.numel() if makes and isinstance(value, Tensor) else 0
+
+
+class FeedForward(nn.Module):
+    """Features [batch, words, width] to the same, through a layer that is much wider."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.up, self.act = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES), act
+        self.down = nn.Linear(act(torch.zeros(1, CLASSES)).shape[1], WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+def gated(x: Tensor) -> Tensor:
+    """Gate and value in one product."""
+    gate, value = x.chunk(2, -1)
+    return functional.silu(gate) * value
+
+
+def normed(x: Tensor) -> Tensor:
+    return functional.layer_norm(functional.gelu(x), x.shape[-1:])
+
+
+def rms_normed(x: Tensor) -> Tensor:
+    return functional.rms_norm(functional.relu(x).square(), x.shape[-1:])
+
+
+@pytest.mark.parametrize(
+    ("act", "dynamic"), [(functional.gelu, False), (gated, True), (functional.glu, False), (normed, True), (rms_normed, False)]
+)
+def test_feed_forward_layers_run_in_tiles(act: Callable[[Tensor], Tensor], dynamic: bool) -> None:
+    """With gates, and with norms within a row, by the operators that Inductor gets."""
+    torch.manual_seed(0)
+    features = [torch.randn(BATCH, words, WIDTH) for words in (WORDS, 433)[: 1 + dynamic]]
+    with tiles.marking(above_bytes=0, fuses=True):
+        forward, backward = capture(FeedForward(act), *features, dynamic=dynamic)
+    assert check_results(forward) > 1 and check_results(backward) > 1
+    if not dynamic:
+        made = [elements_made(n) for graph in (forward, backward) for n in tiled(graph)[0].graph.nodes]
+        assert max(made) < BATCH * WORDS * CLASSES / 2
+
+
+class Changing(Model):
+    """Changes a buffer that scores are computed from, once they are."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(flat_loss)
+        self.use = use
+        self.register_buffer("shift", torch.linspace(-1, 1, CLASSES))
+
+    def forward(self, words: Tensor) -> Any:
+        scores = self.use(self.head(torch.tanh(self.inner(self.words(words)))), self.shift)
+        loss = self.loss(scores, words.roll(-1, 1))
+        self.shift.neg_()
+        return loss
+
+
+def masked(scores: Tensor, shift: Tensor) -> Tensor:
+    return scores.masked_fill(shift > 0, -5.0)
+
+
+@pytest.mark.parametrize(("use", "fuses"), [(torch.add, False), (masked, False), (masked, True)])
+def test_what_reads_an_input_that_the_graph_changes_is_not_computed_again(use: Callable[..., Tensor], fuses: bool) -> None:
+    """For the backward pass it would read what there is by then: with `add` the head runs whole, a mask is saved."""
+    torch.manual_seed(0)
+    eager = Changing(use)
+    model = copy.deepcopy(eager)
+    torch.manual_seed(1)
+    forward, backward = captured(model, fuses=fuses)
+    torch.manual_seed(1)
+    eager(torch.randint(0, CLASSES, (BATCH, WORDS))).backward()
+    for found, wanted in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad)
+    assert (check_results(forward) > 1) is (check_results(backward) > 1) is (use is masked)
 
 
 def test_a_graph_without_a_backward_pass_runs_in_tiles(fuses: bool) -> None:
@@ -380,6 +501,24 @@ def test_a_graph_without_a_backward_pass_runs_in_tiles(fuses: bool) -> None:
 def test_with_room_for_all_nothing_runs_in_tiles(fuses: bool) -> None:
     graphs = captured(Model(flat_loss), fuses=fuses, above_bytes=1 << 30)
     assert [check_results(graph) for graph in graphs] == [0, 0]
+
+
+def test_a_budget_that_larger_tiles_exceed_makes_them_smaller() -> None:
+    """In tiles as large as what a head and its gradients take in any case it needs twice that."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(128, 1024, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x).logsumexp(1)
+
+    def count(most_bytes: int | None) -> int:
+        with tiles.marking(above_bytes=0, fuses=True, most_bytes=most_bytes):
+            return tiled(capture(Wide(), torch.randn(4096, 128))[1])[1]
+
+    assert count(None) == count(1 << 30) == 8 and count(1 << 20) == 16
 
 
 def test_what_no_rule_knows_ends_a_region(fuses: bool) -> None:
