@@ -61,5 +61,5 @@ def sizes_are_promised() -> bool:
     PyTorch refuses to compile what then takes only some of them.
     """
     context = TracingContext.try_get()
-    known = () if context is None else context.tensor_to_context.values()
+    known = () if context is None else context.tensor_to_context.values()  # type: ignore[no-untyped-call]
     return any(hasattr(limit, "vr") for each in known for limit in getattr(each, "constraint_sizes", ()))
