@@ -1,16 +1,17 @@
-"""Batches of varying length: on demand, by one plan for all lengths, and by a plan of its own for some of the lengths.
+"""Batches of varying length: on demand, by the plan for the longest, by this thinned, and by a plan for one length alone.
 
 Lengths are drawn from two distributions that are made up after what is published of such data: dialogues are mostly short, with a
 long tail (log-normal, median an eighth of the context); of documents, two of five fill the context. Each batch has one length.
 Drives are held to a rate, so that copies cost what they cost there and not what this machine's cache makes of them. A plan for
 one length trains with no other length in between, where memory is used again as it is: how long all lengths take in turns without
-a budget tells how much that is.
+a budget tells how much that is. Replays have none of this: they compare the plans at equal lengths, and the time to make them.
 """
 
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._dynamo.utils import counters
 
+import planner
 import teraio
 from benchmarks.results import Figure
 from benchmarks.slow_drive import hold_drives_to
@@ -84,20 +86,37 @@ def measure(scale: Scale) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
                     budget_bytes = int(part * peak_bytes)
                     options = {"memory_budget": budget_bytes, "storage": folder}
                     on_demand = _train(lengths, {**options, "profile_iterations": 1000}, STEPS // 2)
-                    one = _train(lengths, options, STEPS // 2)
+                    files = {out: Path(folder) / f"{kind} {share} {out}" for out in ("trace_out", "plan_out")}
+                    one = _train(lengths, {**options, **files}, STEPS // 2)
+                    longest = _train(lengths, {**options, **_whole(files["plan_out"])}, STEPS // 2)
                     own = {each: _train([each] * STEPS, options, STEPS // 2) for each in dict.fromkeys(chosen)}
                     name = f"{kind}, {share}, {rate}"
-                    figures += _figures(name, on_demand, one, unlimited, own, budget_bytes)
+                    figures += _figures(name, {"on demand": on_demand, "the plan for the longest": longest, "one plan": one})
+                    figures += _compared(name, on_demand, one, unlimited, own, budget_bytes)
+                    trace = planner.Trace.load(files["trace_out"])
+                    figures += _replayed(name, trace, planner.Budgets(device_bytes=budget_bytes), list(own))
                     samples |= {f"{name}: on demand": on_demand.seconds, f"{name}: one plan": one.seconds}
                     samples |= {f"{name}: own plan for {each}": ran.seconds for each, ran in own.items()}
     return tuple(figures), samples
 
 
-def _figures(name: str, on_demand: Ran, one: Ran, unlimited: Ran, own: dict[int, Ran], budget_bytes: int) -> Iterator[Figure]:
-    for way, ran in {"on demand": on_demand, "one plan": one}.items():
+def _whole(plan_file: Path) -> dict[str, Path]:
+    """Return the option by which that plan is followed at all lengths as it is for the longest; none where nothing moved."""
+    if not plan_file.exists():
+        return {}
+    whole = plan_file.with_name(f"{plan_file.name} whole")
+    planner.Plan.load(plan_file).model_copy(update={"shorter": ()}).save(whole)
+    return {"plan": whole}
+
+
+def _figures(name: str, ways: dict[str, Ran]) -> Iterator[Figure]:
+    for way, ran in ways.items():
         yield Figure(
             name=f"{name}: waits, {way}", value=1e3 * fmean(ran.waited), unit="ms", note=f"{ran.moved_mib:.0f} MiB moved"
         )
+
+
+def _compared(name: str, on_demand: Ran, one: Ran, unlimited: Ran, own: dict[int, Ran], budget_bytes: int) -> Iterator[Figure]:
     times = [planned / before for planned, before in zip(one.seconds, on_demand.seconds, strict=True)]
     yield Figure(name=f"{name}: time, one plan / on demand", value=median(times), unit="")
     for other, usual in {
@@ -112,6 +131,30 @@ def _figures(name: str, on_demand: Ran, one: Ran, unlimited: Ran, own: dict[int,
     yield Figure(
         name=f"{name}: plans made again, and graphs compiled late", value=one.replans + one.recompiled, unit="", aim="<= 0"
     )
+
+
+def _replayed(name: str, trace: planner.Trace, budgets: planner.Budgets, chosen: Sequence[int]) -> Iterator[Figure]:
+    """Return times of the plan for the longest, and of it thinned, over those of a plan for the length alone; all replayed."""
+    began = time.perf_counter()
+    made = planner.plan(trace, budgets)
+    planned = time.perf_counter()
+    family = planner.with_shorter(made, trace)
+    for_all = time.perf_counter() - began
+    if trace.lengths is None:
+        return
+    (least,), (most,) = trace.lengths.lowest, trace.lengths.highest
+    found: dict[int, tuple[float, float]] = {}
+    for length in (min(max(each, least), most) for each in chosen):
+        there = trace.at(length)
+        alone = planner.plan(there, budgets).replayed.iteration_seconds
+        followed = (made.followed(each, there) for each in (None, family.shorter_for([length])))
+        whole, thinned = (planner.simulate(there, each).iteration_seconds / alone for each in followed)
+        found[length] = whole, thinned
+    for number, way in enumerate(("the plan for the longest", "one plan")):
+        note = ", ".join(f"{length}: {ratios[number]:.3f}" for length, ratios in found.items())
+        most_of = max(ratios[number] for ratios in found.values())
+        yield Figure(name=f"{name}: replayed, {way} / a plan for the length", value=most_of, unit="", aim=AIM, note=note)
+    yield Figure(name=f"{name}: planning for all lengths / for one", value=for_all / (planned - began), unit="", aim="<= 2")
 
 
 def _usual(ran: Ran, length: int) -> float:

@@ -2,8 +2,9 @@
 
 `python -m planner.worker TRACE PLAN DEVICE_BYTES HOST_BYTES STORAGE_BYTES SECONDS`. The training process then neither pays for
 the solver's memory nor shares the interpreter lock with it. HOST_BYTES and STORAGE_BYTES are "-" for no limit; SECONDS limits
-the solver. Standard input is a pipe: the process ends when nobody holds its other end any more. TRACE and PLAN may be files
-without a name (`/dev/fd/7`), so that nothing is left if both processes are killed.
+the solver. If PLAN holds a plan already, only what is followed for shorter inputs is found out. Standard input is a pipe: the
+process ends when nobody holds its other end any more. TRACE and PLAN may be files without a name (`/dev/fd/7`), so that nothing
+is left if both processes are killed.
 
 Exit status 0: the plan was written. 3: no plan can be made; one line on standard error says why.
 """
@@ -15,7 +16,7 @@ import sys
 import threading
 from pathlib import Path
 
-from planner import Budgets, TeraioError, Trace, plan, with_shorter
+from planner import Budgets, Plan, TeraioError, Trace, plan, with_shorter
 
 NO_PLAN = 3  # the exit status when no plan can be made
 
@@ -30,7 +31,8 @@ def main(arguments: list[str]) -> int:
     )
     try:
         trace = Trace.load(trace_path)
-        made = with_shorter(plan(trace, budgets, time_limit_seconds=float(seconds)), trace)
+        known = Plan.load(plan_path) if os.stat(plan_path).st_size else None
+        made = with_shorter(known or plan(trace, budgets, time_limit_seconds=float(seconds)), trace)
     except TeraioError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return NO_PLAN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from runtime.paging import Pager
 from teraio.machine import Machine
 from teraio.optimizer import USUAL_STATES, OptimizerFacts, optimizers_alive, owned_parameters
 from teraio.phases import Findings
+from teraio.stages import sizes_are_promised
+
+logger = logging.getLogger("teraio")
 
 _NOT_COUNTED = (
     "graphs that are compiled later, the optimizer's update, what operators take for themselves, and what your code keeps"
@@ -105,6 +109,26 @@ class GraphNeeds:
             )
         self._kept_bytes = max(self._kept_bytes, sum(program.kept_bytes for program in programs))
         self.ensure_room(0)
+        if budget is not None:
+            self._bound(programs, budget - unmoved_bytes)
+
+    def _bound(self, programs: Sequence[Program], most_bytes: int) -> None:
+        """Cut graphs for the largest inputs: anew where larger ones do not fit, or now where the user has promised them."""
+        small_bytes = sum(program.small_bytes for program in programs)
+        resizes = [(program, program.resize) for program in programs if program.resize is not None]
+        if not sizes_are_promised():
+            for _, resize in resizes:
+                resize.bound(most_bytes - small_bytes)
+            return
+        need = need_of([resize.largest(program) for program, resize in resizes])
+        if need is not None and need.size_bytes > most_bytes:
+            logger.warning(
+                "inputs as large as promised (torch._dynamo.mark_dynamic) would not fit: stage %r needs %s bytes then, and "
+                "memory_budget leaves %s; give a larger one, or promise less",
+                need.largest[0][0],
+                f"{need.size_bytes:,}",
+                f"{most_bytes:,}",
+            )
 
     def with_all_that_is_known(self, error: BudgetError, program: Program | None = None) -> BudgetError:
         """Return the error of a stage with a budget that does for all graphs, next to what cannot leave the device by now.

@@ -212,7 +212,10 @@ class ProfilePhase(Phase):
         if not same:
             self._problem = f"other graphs ran in them, and they did not repeat after up to {LONGEST_PERIOD} iterations"
             self._recorded.clear()  # a trace is of one iteration: those that it is made of must have run the same graphs
+        varied = self._sizes_vary
         self._recorded.append(iteration)
+        if self._sizes_vary and not varied:
+            logger.info("inputs vary in size: %d iterations are profiled, and one plan will be followed for all", self._wanted)
         measured, evictions = self._recorded[1:], self._run.pager.account.evictions
         if len(measured) < self._wanted:
             return self

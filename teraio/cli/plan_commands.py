@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 import planner
-from planner.errors import FileFormatError
+from planner.errors import FileFormatError, PlanError
 from planner.policies import POLICIES
 from planner.problem import SolverSettings
-from planner.schema import printable, read_format
+from planner.schema import printable, read_format, told
 from teraio.cli import arguments
 from teraio.cli.arguments import AsJson, Device, Host, PlanFile, Policy, Rows, Storage, TraceFile, with_solver_options
 from teraio.cli.comparison import compare_policies, comparison_page, sweep_budgets, sweep_page
@@ -73,9 +73,7 @@ def plan(
 def simulate(
     trace: TraceFile,
     plan: PlanFile,
-    length: Annotated[
-        int | None, typer.Option(min=1, help="Length of the inputs, where it varies.", show_default="the longest")
-    ] = None,
+    length: Annotated[int | None, typer.Option(help="Length of the inputs, where it varies.", show_default="the longest")] = None,
     as_json: AsJson = False,
     rows: Rows = 10,
 ) -> None:
@@ -89,6 +87,11 @@ def simulate(
         planner.simulate(loaded, decided)  # the plan must belong to the trace
         wanted = (length, *(loaded.lengths.highest[1:] if loaded.lengths is not None else ()))
         loaded = loaded.at(length)
+        if any(len(each.sizes) != len(wanted) for each in decided.shorter):
+            raise PlanError(
+                f"the plan knows inputs of {told(decided.shorter[0].sizes)}, which is not what the trace has: {told(wanted)}, "
+                "the length and, where that varies too, the number; make a plan from this trace: teraio plan"
+            )
         decided = decided.followed(decided.shorter_for(wanted), loaded).model_copy(update={"predicted": None})
     summary = {**summarise_replay(loaded, decided, planner.simulate(loaded, decided)), "lengths": by_length}
     show_or_print(summary, [*replay_page(summary, rows), lengths_table(by_length)], as_json=as_json)

@@ -132,7 +132,7 @@ def stages_plainly_off(expected: Expectation, observations: Sequence[Observation
 
 
 def remeasured(trace: planner.Trace, expected: Expectation, observations: Sequence[Observation]) -> planner.Trace:
-    """Return the trace with measured stage times and link rates. Stages, blocks and uses stay the same.
+    """Return the trace with measured stage times and link rates. All else stays as it is.
 
     expected: what the plan that was followed on `trace` promised. A link that moved nothing keeps its rate.
     """
@@ -146,25 +146,19 @@ def remeasured(trace: planner.Trace, expected: Expectation, observations: Sequen
     for stage in on_host:  # the time that the device would take was not measured
         seconds[stage] = trace.stages[stage].duration_seconds
     scale = [_ratio(now, stage.duration_seconds) for now, stage in zip(seconds, trace.stages, strict=True)]
-    # Not model_copy: it would keep the fingerprint of the trace that is copied.
-    return planner.Trace(
-        name=trace.name,
-        created_by=trace.created_by,
+    return trace.rebuilt(
         hardware=_remeasured_hardware(trace.hardware, expected, observations),
         stages=tuple(
             stage.model_copy(update={"duration_seconds": now, "collective_seconds": min(part, now)})
             for stage, now, part in zip(trace.stages, seconds, inside or [0.0] * len(seconds), strict=True)
         ),
-        blocks=trace.blocks,
         subgroups=tuple(
             s.model_copy(
                 update={"device_seconds": s.device_seconds * scale[s.stage], "host_seconds": on_host.get(s.stage, s.host_seconds)}
             )
             for s in trace.subgroups
         ),
-        subgroup_bytes=trace.subgroup_bytes,
         recompute=tuple(r.model_copy(update={"duration_seconds": r.duration_seconds * scale[r.stage]}) for r in trace.recompute),
-        not_recomputed=trace.not_recomputed,
     )
 
 

@@ -136,9 +136,11 @@ class PlanFollower:
         return not self._adaptive or self._background.busy or self._now.thinned.covers(iteration, _CLEARLY_SHORTER)
 
     def cover(self, lengths: Lengths) -> None:
-        """Plan in the background with what is known of shorter inputs by now."""
-        trace = self._now.profile.trace.model_copy(update={"lengths": lengths})
-        self._plan_again("inputs were shorter than those that were profiled", (), trace)
+        """Find out in the background, with what is known of shorter inputs by now, what is followed for them."""
+        now, self._why = self._now, ""
+        logger.info("inputs were shorter than those that were profiled: what need not move for them is found out")
+        trace = now.profile.trace.model_copy(update={"lengths": lengths})
+        self._background.start(trace, now.plan.budgets, known=now.plan)
 
     @property
     def trace(self) -> planner.Trace:
@@ -256,9 +258,8 @@ class PlanFollower:
             self._since = 0
             logger.info("%s: %s; the plan stays as it is", why, drift)
 
-    def _plan_again(self, why: str, observations: Sequence[Observation], trace: planner.Trace | None = None) -> None:
-        """trace: of the iteration with what is known by now; by default that of the plan in force."""
-        now, trace = self._now, trace or self._now.profile.trace
+    def _plan_again(self, why: str, observations: Sequence[Observation]) -> None:
+        now, trace = self._now, self._now.profile.trace
         # A machine whose times vary does not keep a solver busy: whoever calls has doubled the wait, but for an early look.
         self._since, self._look_early, self._why = 0, False, why
         if observations:
@@ -274,9 +275,7 @@ class PlanFollower:
         promised = planner.simulate(trace, new)
         old = self._old_plan_for(trace)
         kept = _replay(trace, old)
-        # One that tells of more lengths need not be faster.
-        worth = _WORTHWHILE if trace.lengths == self._now.profile.trace.lengths else -_WORTHWHILE
-        if kept is None or promised.iteration_seconds < kept.iteration_seconds * (1 - worth):
+        if kept is None or promised.iteration_seconds < kept.iteration_seconds * (1 - _WORTHWHILE):
             return new
         return _promise(old, new, trace, kept)
 
@@ -291,7 +290,8 @@ class PlanFollower:
             return False
         after = _InForce.of(replace(now.profile, trace=trace), plan, promised)
         another = _decisions(plan) != _decisions(now.plan)
-        self._tell(promised, _replay(trace, self._old_plan_for(trace)), another=another)
+        if self._why:
+            self._tell(promised, _replay(trace, self._old_plan_for(trace)), another=another)
         if another:
             self._cursor.change(after.schedule, due=planned_starts(after.plan.moves, after.schedule.reruns.count).due)
             self._enforce(after)

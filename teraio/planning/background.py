@@ -40,21 +40,38 @@ class Job(Protocol):
 
 
 class StartJob(Protocol):
-    """Starts a job and never waits for its plan."""
+    """Starts a job and never waits for its plan.
 
-    def __call__(self, trace: planner.Trace, budgets: planner.Budgets, *, time_limit_seconds: float) -> Job: ...
+    known: a plan for this trace, for which only what is followed for shorter inputs is to be found out.
+    """
+
+    def __call__(
+        self,
+        trace: planner.Trace,
+        budgets: planner.Budgets,
+        *,
+        time_limit_seconds: float,
+        known: planner.Plan | None = None,
+    ) -> Job: ...
 
 
 class PlanningJob:
     """One run of the solver. It starts when the object is made; nobody has to wait for it.
 
-    time_limit_seconds: for the solver. grace_seconds: for everything else, such as reading, building the model and checking; when
-    both are over, the job ends with SolverError.
+    known: as for `StartJob`. time_limit_seconds: for the solver. grace_seconds: for everything else, such as reading, building
+    the model and checking; when both are over, the job ends with SolverError.
     """
 
     def __init__(
-        self, trace: planner.Trace, budgets: planner.Budgets, *, time_limit_seconds: float, grace_seconds: float = _GRACE_SECONDS
+        self,
+        trace: planner.Trace,
+        budgets: planner.Budgets,
+        *,
+        time_limit_seconds: float,
+        known: planner.Plan | None = None,
+        grace_seconds: float = _GRACE_SECONDS,
     ) -> None:
+        self._known = known
         self._grace_seconds = grace_seconds
         self._done = threading.Event()
         self._result: planner.Plan | planner.TeraioError | None = None
@@ -104,6 +121,8 @@ class PlanningJob:
         """Return the plan. paths: of the files for the trace and for the plan."""
         trace_path, plan_path = paths
         Path(trace_path).write_text(trace.text())
+        if self._known is not None:
+            Path(plan_path).write_text(self._known.text())
         lower = ["-" if size is None else str(size) for size in (budgets.host_bytes, budgets.storage_bytes)]
         command = [sys.executable, "-m", "planner.worker", *paths]
         command += [str(budgets.device_bytes), *lower, str(seconds)]
@@ -224,16 +243,23 @@ class BackgroundPlanner:
         """True from `start` until the plan is taken or the job is cancelled."""
         return self._job is not None or self._shared is not None
 
-    def start(self, trace: planner.Trace, budgets: planner.Budgets, choose: Choose = _as_made) -> None:
+    def start(
+        self,
+        trace: planner.Trace,
+        budgets: planner.Budgets,
+        choose: Choose = _as_made,
+        *,
+        known: planner.Plan | None = None,
+    ) -> None:
         """Start to plan for `trace`, once for all equal ranks of this machine. Cancels a job that has not been taken.
 
         Never waits for the plan. `take` has to be called at the end of each iteration then: it tells and asks the other ranks.
-        choose: decides on the rank that plans, for all of them.
+        choose: decides on the rank that plans, for all of them. known: as for `StartJob`.
         """
         self.cancel()
         self._trace, self._choose = trace, choose
         if self._ranks is None:
-            self._start_job_for(trace, budgets)
+            self._start_job_for(trace, budgets, known)
             return
         name, signature = self._next_name(trace, budgets)
         self._asked[signature] = self._asked.get(signature, 0) + 1
@@ -242,7 +268,7 @@ class BackgroundPlanner:
             trace,
             budgets,
             name=name,
-            start=lambda: self._start_job_for(trace, budgets),
+            start=lambda: self._start_job_for(trace, budgets, known),
             take=self._take_job,
             timeout_seconds=self._options.rank_timeout,
         )
@@ -265,8 +291,8 @@ class BackgroundPlanner:
         signature = self._signed[1]
         return f"plan {self._asked.get(signature, 0) + 1} of {signature}", signature
 
-    def _start_job_for(self, trace: planner.Trace, budgets: planner.Budgets) -> None:
-        self._job = self._start_job(trace, budgets, time_limit_seconds=self._options.solver_time_limit)
+    def _start_job_for(self, trace: planner.Trace, budgets: planner.Budgets, known: planner.Plan | None) -> None:
+        self._job = self._start_job(trace, budgets, time_limit_seconds=self._options.solver_time_limit, known=known)
 
     def take(self) -> PlanMade | None:
         """Return the plan if it is ready, else None. Afterwards there is no job. Never waits.

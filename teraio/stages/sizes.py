@@ -6,6 +6,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._guards import TracingContext
 from torch.fx import Graph, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
@@ -52,3 +53,13 @@ def compute_sizes(graph: Graph) -> None:
         if is_read_off(node) and sizes.has(node.meta["val"].node.expr):
             node.replace_all_uses_with(sizes.node(node.meta["val"].node.expr, node))
             graph.erase_node(node)
+
+
+def sizes_are_promised() -> bool:
+    """Return whether the user has said which sizes the graph that is compiled takes (`mark_dynamic` with `min` or `max`).
+
+    PyTorch refuses to compile what then takes only some of them.
+    """
+    context = TracingContext.try_get()
+    known = () if context is None else context.tensor_to_context.values()  # type: ignore[no-untyped-call]
+    return any(hasattr(limit, "vr") for each in known for limit in getattr(each, "constraint_sizes", ()))

@@ -17,13 +17,15 @@ class InProcessJob:
     iteration would be: a training must follow what it gets, and how good that is, the planner's own tests tell.
     """
 
-    def __init__(self, trace: planner.Trace, budgets: planner.Budgets, *, time_limit_seconds: float) -> None:
+    def __init__(
+        self, trace: planner.Trace, budgets: planner.Budgets, *, time_limit_seconds: float, known: Plan | None = None
+    ) -> None:
         self.done = True
         self._result: planner.Plan | planner.TeraioError
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys.modules["planner.policies.effort"], "_BY_STAGES", ())
             try:
-                made = planner.plan(trace, budgets, time_limit_seconds=time_limit_seconds)
+                made = known or planner.plan(trace, budgets, time_limit_seconds=time_limit_seconds)
                 self._result = planner.with_shorter(made, trace)
             except planner.TeraioError as error:
                 self._result = error
@@ -70,10 +72,13 @@ class InstantJobs:
         self.asked: list[Trace] = []
         self.started: list[InstantJob] = []
 
-    def __call__(self, trace: Trace, budgets: planner.Budgets, *, time_limit_seconds: float) -> InstantJob:
+    def __call__(
+        self, trace: Trace, budgets: planner.Budgets, *, time_limit_seconds: float, known: Plan | None = None
+    ) -> InstantJob:
         self.asked.append(trace)
         answer = self.answers.pop(0)
         if answer is None:
-            answer = planner.with_shorter(planner.plan(trace, budgets, time_limit_seconds=time_limit_seconds), trace)
+            made = known or planner.plan(trace, budgets, time_limit_seconds=time_limit_seconds)
+            answer = planner.with_shorter(made, trace)
         self.started.append(InstantJob(trace, answer))
         return self.started[-1]

@@ -354,4 +354,11 @@ def test_a_trace_or_plan_of_one_length(run: RunCommand, trace_file: Path, tmp_pa
     varying(layers()).save(tmp_path / "another.json")
     told = run("simulate", tmp_path / "another.json", tmp_path / "plan.json", "--length", "5").err
     assert "the plan was made for the trace with fingerprint" in told and told.count("\n") == 1
+    varying(hand("chain"), lowest=(1, 2), highest=(10, 4), places=(0, 1)).save(tmp_path / "two.json")
+    for length, traced, message in (
+        ("0", "trace.json", "found length 0, wanted one from 1 to 10"),
+        ("5", "two.json", "the plan knows inputs of 8, which is not what the trace has: 5 x 4"),
+    ):
+        told = run("simulate", tmp_path / traced, tmp_path / "plan.json", "--length", length).err
+        assert message in told and told.count("\n") == 1
     assert "wanted SHORTEST:LONGEST" in run("capture", "x:y", "-o", tmp_path / "t.json", "--lengths", "128").err

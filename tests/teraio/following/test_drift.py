@@ -12,7 +12,7 @@ from planner.simulator import StageTimes, Timeline, Transfer
 from teraio.following import corrections
 from teraio.following.drift import Expectation, Observation, drift_of, remeasured
 
-from ...planner.traces import IN, OUT, block, group, links, shared_rate, staged, subgroup, trace
+from ...planner.traces import IN, OUT, block, group, links, shared_rate, staged, subgroup, trace, varying
 from ...planner.traces import move as planned_move
 
 
@@ -98,6 +98,14 @@ def test_the_measured_trace_predicts_what_was_measured() -> None:
     assert after.blocks == before.blocks and after.fingerprint != before.fingerprint
     assert after.ideal_seconds == pytest.approx(8.0)
     planner.Trace.model_validate(after.model_dump(by_alias=True))
+
+
+def test_a_trace_that_is_measured_again_knows_lengths_work_and_tiles_as_before() -> None:
+    tiled = [{"what": "forward/head", "tiles": 4, "whole_bytes": 9, "again_seconds": 0.5}]
+    before = varying(measured()).rebuilt(work={"tokens": 5}, tiled=tiled)
+    after = remeasured(before, EXPECTED, [replace(AS_EXPECTED, stage_seconds=(2.0, 3.0), iteration_seconds=6.0)])
+    assert (after.lengths, after.work, after.tiled) == (before.lengths, before.work, before.tiled) and after.lengths is not None
+    assert after.at(5).stages[0].duration_seconds == pytest.approx(1.0), "half of what was measured"
 
 
 def test_what_is_no_time_of_stages_does_not_reach_them() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from planner import Plan, SolverError, Trace
+from planner.schema import Lengths
 from runtime.device import CpuDevice, WallMark
 from teraio.following import PlanFollower
 from teraio.options import Options, parse_options
@@ -160,6 +161,21 @@ def test_drift_leads_to_a_better_plan(training: VirtualTraining, caplog: pytest.
     assert told.endswith(" s: the new one is followed")
     trace, plan = Trace.load(out["trace_out"]), Plan.load(out["plan_out"])
     assert trace == asked and plan.trace_fingerprint == trace.fingerprint and plan.moves == ()
+
+
+def test_what_shorter_inputs_follow_is_found_out_without_another_plan(
+    training: VirtualTraining, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Although another plan would be faster than this one, which was made by hand."""
+    running = Following(training, (2, 2), (3, 3), plan_out=tmp_path / "plan.json")
+    running.run(2)
+    running.jobs.answers = [None]
+    with caplog.at_level(logging.INFO, logger="teraio"):
+        running.follower.cover(Lengths(lowest=(1,), highest=(10,)))
+        running.run(9)
+    assert running.replans == 0 and running.follower.plan.moves == running.plan.moves
+    assert running.follower.trace.lengths is not None and Plan.load(tmp_path / "plan.json").shorter
+    assert said(caplog) == ["inputs were shorter than those that were profiled: what need not move for them is found out"]
 
 
 def test_a_plan_that_is_no_better_is_not_taken(training: VirtualTraining, tmp_path: Path) -> None:

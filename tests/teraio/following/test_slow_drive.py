@@ -40,7 +40,7 @@ class FirstMovesAll:
     def __init__(self) -> None:
         self.policies = itertools.chain(["zero-infinity"], itertools.repeat("ilp"))
 
-    def __call__(self, trace: Trace, budgets: Budgets, *, time_limit_seconds: float) -> InstantJob:
+    def __call__(self, trace: Trace, budgets: Budgets, *, time_limit_seconds: float, known: Plan | None = None) -> InstantJob:
         return InstantJob(trace, plan(trace, budgets, policy=next(self.policies), time_limit_seconds=time_limit_seconds))
 
 

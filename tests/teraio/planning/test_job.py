@@ -22,6 +22,7 @@ from teraio.planning import BackgroundPlanner, PlanningJob
 from teraio.planning import background as planning
 from teraio.profiling import Profile
 
+from ...planner.traces import varying
 from ..in_process import InstantJobs
 from ..traces import CHAIN
 from ..virtual import STAGES, VirtualTraining, plan_for
@@ -51,6 +52,13 @@ def test_a_plan() -> None:
     planner.simulate(CHAIN, plan)
     work.cancel()
     assert work.result() is plan and threading.active_count() == threads
+
+
+def test_a_known_plan_is_thinned_and_not_made_again() -> None:
+    trace = varying(CHAIN)
+    by_hand = planner.plan(trace, Budgets(device_bytes=20), policy="belady")
+    work = PlanningJob(trace, by_hand.budgets, time_limit_seconds=10.0, known=by_hand)
+    assert work.wait(60) and work.result() == planner.with_shorter(by_hand, trace) != by_hand
 
 
 def test_no_plan_is_possible() -> None:

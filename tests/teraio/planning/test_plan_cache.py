@@ -253,7 +253,7 @@ class Solver:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, trace: Trace, budgets: Budgets, *, time_limit_seconds: float) -> InstantJob:
+    def __call__(self, trace: Trace, budgets: Budgets, **others: Any) -> InstantJob:
         self.count += 1
         return InstantJob(trace, planner.plan(trace, budgets, policy="belady", lower_bound=False))
 

@@ -292,6 +292,30 @@ def test_one_plan_is_followed_for_inputs_of_all_sizes_until_larger_ones_come(
     assert "inputs were larger than those that the plan is for" in caplog.text and statuses[-1].replans == 0
 
 
+def test_what_trains_with_the_largest_inputs_first_trains_with_them_last(tmp_path: Path) -> None:
+    """Cut for 8 rows, all layers would be one stage, which needs more than the budget for 1400. Then one graph serves all."""
+    statuses = trained(tmp_path, one_pass(8, 8, 16, 1400, 8, *(1024, 1400, 64, 512, 8) * 2))
+    assert statuses[-1].phase == "planned" and statuses[-1].floor_bytes <= statuses[2].floor_bytes * 2  # type: ignore[operator]
+    assert statuses[3].stages > statuses[2].stages and statuses[-1].stages == statuses[3].stages
+
+
+def test_a_promise_that_does_not_fit_is_told_before_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    training = begin_small({"storage": tmp_path})
+    batch = rows_of(64)
+    torch._dynamo.mark_dynamic(batch, 0, min=2, max=1 << 20)
+    with caplog.at_level(logging.WARNING, "teraio"):
+        training.model(batch)
+    assert "inputs as large as promised (torch._dynamo.mark_dynamic) would not fit" in caplog.text
+
+
+def test_a_curriculum_is_followed_by_one_plan_after_another(tmp_path: Path) -> None:
+    """Inputs grow by a tenth every two iterations. The plan for smaller ones is followed while the next one is made."""
+    sizes = (1000, 1000, *(rows for rows in (1000, 1100, 1210, 1330) for _ in range(2)))
+    statuses = trained(tmp_path, one_pass(*sizes))
+    assert {status.phase for status in statuses[2:]} == {"planning", "planned"} and statuses[-1].phase == "planned"
+    assert statuses[-1].deviations == 0 == statuses[-1].replans
+
+
 def test_a_second_start_follows_the_plan_of_the_first_one_whatever_its_first_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,7 +378,10 @@ def test_microbatches_of_other_sizes_follow_one_plan(tmp_path: Path) -> None:
     assert statuses[-1].phase == "planned" and statuses[-1].deviations == 0
 
 
-def test_batches_of_other_sizes_are_profiled_with_the_next_uses_of_the_one_before(tmp_path: Path) -> None:
+def test_batches_of_other_sizes_are_profiled_with_the_next_uses_of_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "teraio")
     training = begin_small({"storage": tmp_path, "profile_iterations": 2}, dynamic=True)
     known = []
     for rows in (1024, 896, 768, 640, 960):
@@ -365,6 +392,8 @@ def test_batches_of_other_sizes_are_profiled_with_the_next_uses_of_the_one_befor
     assert not any(known[0]) and len(known[0]) > 8 and all(map(all, (each[1:] for each in known[1:]))), "all but the input"
     (status,) = teraio.status()
     assert status.phase == "profile" and "7 iterations in a row that run the same graphs (4 so far)" in status.waiting_for
+    told = "inputs vary in size: 6 iterations are profiled, and one plan will be followed for all"
+    assert [record.message for record in caplog.records].count(told) == 1
     assert status.moved_bytes["device->storage"] and status.device_peak_bytes <= BUDGET_BYTES
 
 

@@ -107,9 +107,9 @@ def trained(options: list[dict[str, Any]], steps: int = 14, pause: tuple[float, 
     """Train by one plan, also if the machine's times change, and tell what came of it. options, pause: by rank."""
     made: list[Trace] = []
 
-    def start_job(trace: Trace, budgets: Budgets, *, time_limit_seconds: float) -> InProcessJob:
+    def start_job(trace: Trace, budgets: Budgets, **others: Any) -> InProcessJob:
         made.append(trace)
-        return InProcessJob(trace, budgets, time_limit_seconds=time_limit_seconds)
+        return InProcessJob(trace, budgets, **others)
 
     rank = dist.get_rank()
     with mock.patch.object(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=start_job)):
