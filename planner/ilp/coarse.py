@@ -121,9 +121,9 @@ def _relaxed(problem: Problem, built: CoarseProgram, settings: SolverSettings, *
 def rerun_shares(problem: Problem, places: RerunPlaces, settings: SolverSettings) -> dict[int, float]:
     """Solve the relaxed coarse program in which groups may run again. Return how much of each group (id) runs again.
 
-    Groups of which nothing does are left out; a rough program tells first whether there are others. With several lower tiers, or
-    many stages, that is all. Groups that are alike and in the same segments have the same share. Raises SolverError where the
-    solver fails.
+    Groups of which nothing does are left out; a rough program tells first whether there are others, and with several lower
+    tiers that is all. Groups that are alike and in the same segments have the same share. Raises SolverError where the solver
+    fails.
     """
     shares: dict[int, float] = {}
     for resolution in (_RERUNS_ROUGH, _RERUNS):
@@ -137,8 +137,7 @@ def rerun_shares(problem: Problem, places: RerunPlaces, settings: SolverSettings
             raise SolverError(f"HiGHS did not solve the program for re-runs in {settings.time_limit_seconds} s")
         shares = {group: solved.values[r] for each, r in zip(model.reruns, model.again, strict=True) for group in each.groups}
         shares = {group: share for group, share in shares.items() if share > _ROUNDING}
-        fine_enough = len(problem.routes) > 1 or problem.stage_count <= _RERUNS_ROUGH.max_segments
-        if not shares or fine_enough or problem.stage_count > MANY_STAGES:
+        if not shares or len(problem.routes) > 1 or problem.stage_count <= _RERUNS_ROUGH.max_segments:
             break
     return shares
 

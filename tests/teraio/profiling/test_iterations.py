@@ -250,7 +250,7 @@ def test_a_batch_that_is_larger_than_all_that_fitted_keeps_the_budget(tmp_path: 
     assert phases[3:5] == ["fits", "fits"], "nothing larger ran"
     assert phases[5] != "fits" and moved[4] == 0 < moved[5]
     teraio.reset()
-    loss = training.model(rows_of(2048)).square().mean()
+    loss = training.model(rows_of(1024)).square().mean()
     loss.backward()
     assert torch.isfinite(loss) and teraio.status() == ()
 
