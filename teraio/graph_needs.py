@@ -109,18 +109,11 @@ class GraphNeeds:
             )
         self._kept_bytes = max(self._kept_bytes, sum(program.kept_bytes for program in programs))
         self.ensure_room(0)
-        if budget is not None:
-            self._bound(programs, budget - unmoved_bytes)
+        if budget is not None and sizes_are_promised():
+            self._warn_of_the_largest(programs, budget - unmoved_bytes)
 
-    def _bound(self, programs: Sequence[Program], most_bytes: int) -> None:
-        """Cut graphs for the largest inputs: anew where larger ones do not fit, or now where the user has promised them."""
-        small_bytes = sum(program.small_bytes for program in programs)
-        resizes = [(program, program.resize) for program in programs if program.resize is not None]
-        if not sizes_are_promised():
-            for _, resize in resizes:
-                resize.bound(most_bytes - small_bytes)
-            return
-        need = need_of([resize.largest(program) for program, resize in resizes])
+    def _warn_of_the_largest(self, programs: Sequence[Program], most_bytes: int) -> None:
+        need = need_of([program.resize.largest(program) for program in programs if program.resize is not None])
         if need is not None and need.size_bytes > most_bytes:
             logger.warning(
                 "inputs as large as promised (torch._dynamo.mark_dynamic) would not fit: stage %r needs %s bytes then, and "
