@@ -14,7 +14,7 @@ last backward pass. If one of them has another contribution, of user code, its s
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -38,12 +38,8 @@ _LEAST_BYTES = 4 << 20
 _PARTS = 32  # of all that the graph adds
 _PARTS_OF_A_STAGE = 16  # of what its largest stage reads and makes
 
-_Memory = tuple[Hashable, ...]
-
-
-def _memory(tensor: Tensor) -> _Memory:
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+# A block, not the address of a storage: that may be another one's by now.
+_Memory = tuple[Block, Hashable, torch.Size, tuple[int, ...], torch.dtype]
 
 
 class _Sum(NamedTuple):
@@ -91,6 +87,13 @@ class AddedGradients:
             self._forwards.pop(leaf.parameter, None)
         return adding
 
+    def memory(self, tensor: Tensor) -> _Memory | None:
+        """Return which memory a gradient shows, and how; None if no stage adds to it."""
+        if tensor.layout is not torch.strided or tensor.requires_grad or is_traceable_wrapper_subclass(tensor):
+            return None
+        block = self.pager.known_block(tensor)
+        return None if block is None else (block, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+
     def _note_use(self, program: Program, arguments: Sequence[Any]) -> None:
         again = torch._C._current_graph_task_id() >= 0  # computed again inside a backward pass
         for value in arguments if self._needed and not program.is_inference and not again else ():
@@ -102,25 +105,23 @@ class AddedGradients:
         last_use: dict[int, int] = {}
         for number, stage in enumerate(program.stages):
             last_use.update(dict.fromkeys((*stage.inputs, *stage.outputs), number))
-        found = []
+        found, results = [], []
         for parameter in (leaf.parameter for leaf in more):
             total = parameter.grad
-            if total is None or not _is_plain(total):
+            memory = None if total is None else self.memory(total)
+            known = None if memory is None else sums.get(memory)
+            if total is None or memory is None or known is None or known.version != total._version:
                 continue
-            known = sums.get(_memory(total))
-            if self._forwards.get(parameter) != 1:  # several passes may add at once, and the next run of the graph is one of them
-                sums.pop(_memory(total), None)
-            elif known is None or known.version != total._version:
-                continue
+            results.append(known.result)
+            if self._forwards.get(parameter) != 1:  # several passes may add at once, and the next run is one of them
+                del sums[memory]
             elif not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks:
                 slot = program.results[known.result]
                 if isinstance(slot, int) and slot >= program.input_count and program.results.count(slot) == 1:
                     found.append(_Addition(total, known.result, slot, last_use[slot]))
+        if sorted(set(results)) != results:  # results are in the order of parameters: user code has exchanged gradients
+            return []
         return sorted(found, key=lambda each: each.after)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.requires_grad and not is_traceable_wrapper_subclass(tensor)
 
 
 def _cut(program: Program, additions: Sequence[_Addition]) -> dict[int, list[_Addition]]:
@@ -177,11 +178,13 @@ class _GraphAdditions:
 
     def region_done(self, results: Sequence[Any]) -> None:
         self._sums.clear()
-        for each in self._added:
-            self._sums[_memory(each.total)] = _Sum(each.result, each.total._version)
-        for number, value in enumerate(results):
-            if isinstance(value, Tensor) and _is_plain(value):
-                self._sums[_memory(value)] = _Sum(number, value._version)
+        found = [(each.result, each.total) for each in self._added]
+        found += [(number, value) for number, value in enumerate(results) if isinstance(value, Tensor)]
+        memories = [self._by.memory(tensor) for _, tensor in found]
+        often = Counter(memories)
+        for (number, tensor), memory in zip(found, memories, strict=True):
+            if memory is not None and often[memory] == 1:  # else it is of several parameters
+                self._sums[memory] = _Sum(number, tensor._version)
 
 
 def _known(blocks: Iterable[Block | None]) -> tuple[Block, ...]:

@@ -78,6 +78,21 @@ def two_in_the_last(run: Run, x: Tensor) -> None:
     two_at_once(run, x) if len(run.kept["passes"]) % 3 == 0 else run.backward(x)
 
 
+def exchanged(run: Run, x: Tensor) -> None:
+    run.backward(x)
+    first, second = run.module.first.weight, run.module.second.weight
+    first.grad, second.grad = second.grad, first.grad
+
+
+def shared(run: Run, x: Tensor) -> None:
+    run.backward(x)
+    run.module.second.weight.grad = run.module.first.weight.grad
+
+
+def kept_first(run: Run, x: Tensor) -> None:
+    run.backward(x, retain_graph=len(run.kept["passes"]) % 3 == 1)
+
+
 def retained_twice(run: Run, x: Tensor) -> None:
     loss = run.loss(x)
     loss.backward(retain_graph=True)
@@ -107,6 +122,9 @@ LOOPS: dict[str, tuple[Step, bool, set[str], set[str]]] = {
     "two forward passes at once": (passes(two_at_once), False, ALL, ALL),
     "two forward passes at once in the last": (passes(two_in_the_last), False, set(), ALL),
     "the graph is kept": (passes(lambda run, x: run.backward(x, retain_graph=True)), False, ALL, ALL),
+    "gradients that are exchanged": (passes(exchanged), False, ALL, ALL),
+    "one gradient of two parameters": (passes(shared), False, ALL, ALL),
+    "kept in the first pass": (passes(kept_first), False, ALL, ALL),
     "the same graph twice": (passes(retained_twice), False, ALL, ALL),
 }
 
