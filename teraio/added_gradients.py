@@ -30,16 +30,13 @@ from runtime.paging import Block, Pager
 from runtime.system import annotate
 from teraio.distributed import rank_count
 from teraio.following import IterationObserver
-from teraio.optimizer import Leaf, bytes_of, leaves, pass_problem
+from teraio.optimizer import Leaf, TensorView, bytes_of, has_hooks, leaves, pass_problem, view_of
 
 # A stage adds at least so much, or one of so many parts, where so much is made before the graph ends: small gradients wait for
 # others, since stages make plans harder.
 _LEAST_BYTES = 4 << 20
 _PARTS = 32  # of all that the graph adds
 _PARTS_OF_A_STAGE = 16  # of what its largest stage reads and makes
-
-# A block, not the address of a storage: that may be another one's by now.
-_Memory = tuple[Block, Hashable, torch.Size, tuple[int, ...], torch.dtype]
 
 
 class _Sum(NamedTuple):
@@ -65,9 +62,9 @@ class AddedGradients:
         self.pager = pager
         self.recorder = recorder
         # By graph, and by the memory of `.grad`: of the last pass. The same graph has the same results for all sizes.
-        self._sums: dict[Hashable, dict[_Memory, _Sum]] = defaultdict(dict)
+        self._sums: dict[Hashable, dict[TensorView, _Sum]] = defaultdict(dict)
         self._forwards: Any = WeakTensorKeyDictionary()  # graphs that used the parameter since its last backward pass
-        self._needed = False  # whether passes have added up so far: only then are uses counted
+        self._needed = False  # whether passes have added up so far: only then is anything noted
 
     def interleaved(self, program: Program, arguments: Sequence[Any]) -> InterleavedStages | None:
         """Return what takes part in a run of `program` that is about to begin; None if there is nothing to add or to learn."""
@@ -79,20 +76,22 @@ class AddedGradients:
             return None
         more = [leaf for leaf in found if leaf.parameter.grad is not None]
         self._needed = self._needed or bool(more)
+        if not self._needed:
+            return None
         adding = None
         if pass_problem(found) is None:
             sums = self._sums[graph_of(program.identity)]
             adding = _GraphAdditions(self, program, sums, self._additions(program, sums, more) if more else [])
-        for leaf in found if self._needed else ():
+        for leaf in found:
             self._forwards.pop(leaf.parameter, None)
         return adding
 
-    def memory(self, tensor: Tensor) -> _Memory | None:
+    def memory(self, tensor: Tensor) -> TensorView | None:
         """Return which memory a gradient shows, and how; None if no stage adds to it."""
         if tensor.layout is not torch.strided or tensor.requires_grad or is_traceable_wrapper_subclass(tensor):
             return None
-        block = self.pager.known_block(tensor)
-        return None if block is None else (block, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        view = view_of(self.pager, tensor)  # by its block: the address of a storage may be another one's by now
+        return None if view[0] is None else view
 
     def _note_use(self, program: Program, arguments: Sequence[Any]) -> None:
         again = torch._C._current_graph_task_id() >= 0  # computed again inside a backward pass
@@ -100,7 +99,7 @@ class AddedGradients:
             if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
                 self._forwards[value] = self._forwards.get(value, 0) + 1
 
-    def _additions(self, program: Program, sums: dict[_Memory, _Sum], more: Sequence[Leaf]) -> list[_Addition]:
+    def _additions(self, program: Program, sums: dict[TensorView, _Sum], more: Sequence[Leaf]) -> list[_Addition]:
         """What this run adds, in the order in which it is made."""
         last_use: dict[int, int] = {}
         for number, stage in enumerate(program.stages):
@@ -115,7 +114,7 @@ class AddedGradients:
             results.append(known.result)
             if self._forwards.get(parameter) != 1:  # several passes may add at once, and the next run is one of them
                 del sums[memory]
-            elif not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks:
+            elif not has_hooks(parameter):
                 slot = program.results[known.result]
                 if isinstance(slot, int) and slot >= program.input_count and program.results.count(slot) == 1:
                     found.append(_Addition(total, known.result, slot, last_use[slot]))
@@ -141,7 +140,7 @@ def _cut(program: Program, additions: Sequence[_Addition]) -> dict[int, list[_Ad
 class _GraphAdditions:
     """Takes part in one run of a graph: adds gradients, and notes what the graph has put into `.grad` alone."""
 
-    def __init__(self, by: AddedGradients, program: Program, sums: dict[_Memory, _Sum], additions: list[_Addition]) -> None:
+    def __init__(self, by: AddedGradients, program: Program, sums: dict[TensorView, _Sum], additions: list[_Addition]) -> None:
         self._by, self._program, self._sums = by, program, sums
         self._due = _cut(program, additions)
         self._added: list[_Addition] = []

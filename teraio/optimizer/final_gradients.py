@@ -103,6 +103,11 @@ class UpdateEligibility:
         self.run = self.block = self.problem = None
 
 
+def view_of(pager: Pager, tensor: Tensor) -> TensorView:
+    """Return which memory the tensor shows, and how."""
+    return pager.known_block(tensor), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
 def settings_of(optimizer: Optimizer) -> Settings:
     """Return the settings of all groups, to be compared with later ones."""
     return [
@@ -159,9 +164,12 @@ def leaf_problem(parameter: Tensor) -> str | None:
             "its `.grad` is not None when backward begins (several backward passes before a step, or "
             "zero_grad(set_to_none=False))"
         )
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        return "it has gradient hooks"
-    return None
+    return "it has gradient hooks" if has_hooks(parameter) else None
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Return whether user code gets hold of the parameter's gradient in a backward pass."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def pass_problem(found: list[Leaf]) -> str | None:
@@ -276,11 +284,7 @@ class Watch:
             run.settings[id(optimizer)] = settings_of(optimizer)
         run.members.clear()
         for value in results:
-            run.results.append(self._view(value) if isinstance(value, Tensor) else None)
-
-    def _view(self, tensor: Tensor) -> TensorView:
-        block = self._pager.known_block(tensor)
-        return block, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+            run.results.append(view_of(self._pager, value) if isinstance(value, Tensor) else None)
 
     # -- steps
 
@@ -333,7 +337,7 @@ class Watch:
             return "its gradient is sparse"
         if eligibility.problem is not None:
             return eligibility.problem
-        view = self._view(gradient)
+        view = view_of(self._pager, gradient)
         found = [position for position, result in enumerate(run.results) if result == view]
         slots = [slot for position in found if isinstance(slot := run.program.results[position], int)]
         if len(slots) != 1 or slots[0] < run.program.input_count:
