@@ -181,6 +181,9 @@ def _compile_for(
     run.note_parameters(parameters.values())
     parts = [part for each, value in zip(inputs, example_inputs, strict=False) for part in _parts(each, value)]
     programs: list[Program] = []
+    larger = _has_sizes(example_inputs) and run.outgrown(name for name, kind in inputs if kind == "parameter")
+    if larger:
+        logger.info("a graph is compiled again, in smaller stages: with inputs as large as these it might not fit otherwise")
 
     def compile_graph(graph: GraphModule, fake_inputs: Sequence[Any], **settings: Any) -> Callable[[list[Any]], Any]:
         _donate_nothing()
@@ -190,10 +193,14 @@ def _compile_for(
 
     # Taken apart, an operator is many kernels, each with a result in memory. Inductor fuses them again; without it, nothing does.
     decompositions = {} if options.codegen == "eager" else inductor_decompositions()
-    with functorch_config.patch(**_CONFIG), run.stage_compiler.marks_tiles():
+    with functorch_config.patch(**_CONFIG), run.stage_compiler.cutting(for_larger=larger):
         compiled = compile_fx(gm, example_inputs, inner_compile=cast(Any, compile_graph), decompositions=decompositions)
-    run.check(programs)
+    run.check(programs, for_larger=larger)
     return cast(Callable[..., Any], compiled)
+
+
+def _has_sizes(example_inputs: Sequence[Any]) -> bool:
+    return any(isinstance(each, torch.SymInt) for each in example_inputs)
 
 
 def _donate_nothing() -> None:

@@ -81,23 +81,40 @@ class GraphNeeds:
         self._needs: list[Need] = []
         self._resizable: list[Sequence[Program]] = []
         self._kept_bytes = 0
+        self._bounded: set[tuple[frozenset[str], bool]] = set()  # see `outgrown`
 
-    def check(self, programs: Sequence[Program]) -> None:
+    def check(self, programs: Sequence[Program], *, for_larger: bool = False, may_be_cut_again: bool = True) -> None:
         """Check that the budget suffices for each stage, and reserve room in the spill files for what the programs keep.
 
+        for_larger: inputs have outgrown graphs that were cut for smaller ones. Then nothing is refused: what a stage needs is an
+        estimate, and training has worked so far. may_be_cut_again: PyTorch may compile them anew once inputs outgrow them.
         Raises BudgetError with the smallest budget and the stage that needs it, StorageFullError.
         """
         need = need_of(programs)
         if need is None:
             return
-        self._needs.append(need)
+        budget = self._machine.budgets.device
+        unmoved_bytes = self._pager.account.unmoved_bytes
+        if not for_larger or budget is None or need.size_bytes + unmoved_bytes <= budget:
+            self._count(need, programs)
         if any(program.resize is not None for program in programs):
             self._resizable.append(tuple(programs))
-        unmoved_bytes = self._pager.account.unmoved_bytes
+        self._kept_bytes = max(self._kept_bytes, sum(program.kept_bytes for program in programs))
+        self.ensure_room(0)
+        if budget is None:
+            return
+        if sizes_are_promised():
+            self._warn_of_the_largest(programs, budget - unmoved_bytes)
+        elif may_be_cut_again:
+            self._bound(programs, budget - unmoved_bytes)
+
+    def _count(self, need: Need, programs: Sequence[Program]) -> None:
+        """Take what graphs need into the smallest budget. Raises BudgetError if that is more than there is."""
+        self._needs.append(need)
+        unmoved_bytes, budget = self._pager.account.unmoved_bytes, self._machine.budgets.device
         largest = _largest_of((name, size + unmoved_bytes) for each in self._needs for name, size in each.largest)
         floor = (largest[0][1], largest[0][0])
         smallest, stage = self._findings.floor = max(floor, self._findings.floor or floor)
-        budget = self._machine.budgets.device
         if budget is not None and smallest > budget:
             raise BudgetError(
                 smallest_bytes=max(smallest, self._with_all(self._needs)),
@@ -107,10 +124,21 @@ class GraphNeeds:
                 in_pieces=any(stage in each.in_pieces for each in self._needs),
                 not_counted=_not_counted(programs),
             )
-        self._kept_bytes = max(self._kept_bytes, sum(program.kept_bytes for program in programs))
-        self.ensure_room(0)
-        if budget is not None and sizes_are_promised():
-            self._warn_of_the_largest(programs, budget - unmoved_bytes)
+
+    def _bound(self, programs: Sequence[Program], most_bytes: int) -> None:
+        """Have PyTorch compile them anew, see `outgrown`, when inputs come with which they would not fit as they are cut."""
+        small_bytes = sum(program.small_bytes for program in programs)
+        for program in programs:
+            if program.resize is not None:
+                program.resize.bound(most_bytes - small_bytes)
+                self._bounded.add(_key(name for each in programs for name in _parameters_of(each)))
+
+    def outgrown(self, parameters: Iterable[str]) -> bool:
+        """Return whether a graph of symbolic sizes that has these parameters was cut for inputs that are smaller.
+
+        It is compiled again, since inputs came with which it would not fit as it was cut, or because something else has changed.
+        """
+        return _key(parameters) in self._bounded
 
     def _warn_of_the_largest(self, programs: Sequence[Program], most_bytes: int) -> None:
         need = need_of([program.resize.largest(program) for program in programs if program.resize is not None])
@@ -169,6 +197,16 @@ class GraphNeeds:
         """Reserve room in the spill files for what programs keep and for `state_bytes` of states. Raises StorageFullError."""
         if self._pager.account.budget_bytes is not None:
             self._machine.ensure_room(self._kept_bytes + state_bytes - self._pager.account.budget_bytes)
+
+
+def _key(parameters: Iterable[str]) -> tuple[frozenset[str], bool]:
+    """Return by what graphs of one model are known as such. Inference makes others than training."""
+    return frozenset(parameters), torch.is_grad_enabled()
+
+
+def _parameters_of(program: Program) -> frozenset[str]:
+    named = zip(program.slot_names[: program.input_count], program.slot_kinds, strict=False)
+    return frozenset(name for name, kind in named if kind == "parameter")
 
 
 def _not_counted(programs: Sequence[Program]) -> str:

@@ -254,10 +254,14 @@ class TrainingRun:
         except BudgetError as error:
             raise self._needs.with_all_that_is_known(error, program) from None
 
-    def check(self, programs: Sequence[Program]) -> None:
+    def check(self, programs: Sequence[Program], *, for_larger: bool) -> None:
         """See `GraphNeeds.check`."""
         self._steps.count_buckets()
-        self._needs.check(programs)
+        self._needs.check(programs, for_larger=for_larger, may_be_cut_again=self._ranks is None)
+
+    def outgrown(self, parameters: Iterable[str]) -> bool:
+        """See `GraphNeeds.outgrown`."""
+        return self._needs.outgrown(parameters)
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:

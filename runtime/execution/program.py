@@ -81,6 +81,9 @@ class Resize(Protocol):
     def largest(self, program: Program) -> Program:
         """Return `program` for the largest sizes that are known when it is compiled, to which it was cut."""
 
+    def bound(self, most_bytes: int) -> None:
+        """Have PyTorch compile it anew, cut for them, when sizes come with which one of its stages would need more."""
+
 
 class SizedGraph(NamedTuple):
     """Identity of a graph that was resized. Its stages, and the blocks that they make, are the same ones at all sizes."""

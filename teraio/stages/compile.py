@@ -63,7 +63,7 @@ class StageCompiler:
         self._policy = policy
         self._speed_of = speed_of
         self._tiles_above_bytes = tiles_above_bytes
-        self._most_bytes = most_bytes
+        self._most_bytes = self._limit_bytes = most_bytes
         self._tiled: list[tuple[Tiled, float]] = []  # with the share of its graph's time that is computed again
         self._compiled: dict[str, tuple[StageFunction, GraphModule]] = {}
         self._graphs = 0
@@ -85,11 +85,16 @@ class StageCompiler:
                 found.append(each.model_copy(update={"again_seconds": share * sum(times)}))
         return tuple(found)
 
-    def marks_tiles(self) -> AbstractContextManager[None]:
-        """Return a context in which PyTorch makes the graphs to compile: what is to run in tiles is marked in them."""
+    def cutting(self, *, for_larger: bool) -> AbstractContextManager[None]:
+        """Return a context in which PyTorch makes the graphs to compile: what is to run in tiles is marked in them.
+
+        for_larger: inputs have outgrown the graph that there was, so stages are to need half of `most_bytes`: then inputs that
+        grow on do not have it made again each time.
+        """
+        self._limit_bytes = self._most_bytes // 2 if for_larger and self._most_bytes is not None else self._most_bytes
         if self._tiles_above_bytes is None:
             return nullcontext()
-        return marking(above_bytes=self._tiles_above_bytes, fuses=self._fuses, most_bytes=self._most_bytes)
+        return marking(above_bytes=self._tiles_above_bytes, fuses=self._fuses, most_bytes=self._limit_bytes)
 
     def compile(
         self, gm: GraphModule, *, phase: Phase, options: dict[str, Any], inputs: Sequence[tuple[str, Kind]] = ()
@@ -134,7 +139,7 @@ class StageCompiler:
         operators = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
         if can_cut(gm.graph) is not None:
             return split(gm, dict.fromkeys(operators, 0), fuses=self._fuses)
-        device, fuses, most = _device(gm.graph), self._fuses, self._most_bytes
+        device, fuses, most = _device(gm.graph), self._fuses, self._limit_bytes
         policy = self._policy or (CutPolicy() if device.type == "cpu" else GPU_POLICY)
         speed = self._speed_of(device)
         stage_of = assign(gm.graph, speed=speed, policy=policy, floor_bytes=floor_bytes, fuses=fuses, most_bytes=most)

@@ -21,7 +21,7 @@ from teraio.stages.operators import (
     output_bytes,
     storage_bytes,
 )
-from teraio.stages.split import Subgraph, peak_bytes
+from teraio.stages.split import Subgraph, at_peak, peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +171,16 @@ class Resizer:
 
     def largest(self, program: Program) -> Program:
         return self._resized(program, {})
+
+    def bound(self, most_bytes: int) -> None:
+        for subgraph, owners in zip(self._subgraphs, self._owners, strict=True):
+            taken = [value for node in (*subgraph.inputs, *owners) if has_storage(value := node.meta.get("val"))]
+            storages = {each._cdata: each.nbytes() for each in (tensor.untyped_storage() for tensor in taken)}
+            made = [tensor.untyped_storage().nbytes() for tensor in (*subgraph.made, *at_peak(subgraph.temporaries))]
+            need = sum([*storages.values(), *made])
+            hint = need.node.hint if isinstance(need, torch.SymInt) else None
+            if hint is not None and hint <= most_bytes:
+                bool(need <= most_bytes)  # PyTorch notes the answer, and compares before each call
 
     def _resized(self, program: Program, symbols: Symbols) -> Program:
         stages = tuple(

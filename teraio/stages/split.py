@@ -159,6 +159,12 @@ def peak_bytes(temporaries: Sequence[Temporary], symbols: Symbols = MappingProxy
     return most_at_once((sum(storage_bytes(t, symbols) for t in each.tensors), each.first, each.last) for each in temporaries)
 
 
+def at_peak(temporaries: Sequence[Temporary]) -> list[torch.Tensor]:
+    """Return the tensors that are there when they are the most bytes."""
+    together = ([other for other in temporaries if other.first <= each.first <= other.last] for each in temporaries)
+    return [tensor for each in max(together, key=peak_bytes, default=[]) for tensor in each.tensors]
+
+
 def workspace_bytes(graph: Graph, *, fuses: bool) -> int:
     """Return what a subgraph, not yet compiled, needs beside its inputs and outputs. fuses: as for `split`."""
     return peak_bytes(_temporaries(graph, storages_of(list(graph.nodes)), fuses))

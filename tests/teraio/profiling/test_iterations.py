@@ -250,7 +250,7 @@ def test_a_batch_that_is_larger_than_all_that_fitted_keeps_the_budget(tmp_path: 
     assert phases[3:5] == ["fits", "fits"], "nothing larger ran"
     assert phases[5] != "fits" and moved[4] == 0 < moved[5]
     teraio.reset()
-    loss = training.model(rows_of(2048)).square().mean()
+    loss = training.model(rows_of(1024)).square().mean()
     loss.backward()
     assert torch.isfinite(loss) and teraio.status() == ()
 
@@ -290,6 +290,21 @@ def test_one_plan_is_followed_for_inputs_of_all_sizes_until_larger_ones_come(
     assert phases[4:6] == ["planning", "planned"] and set(phases[5:15]) == {"planned"}
     assert phases[15:17] == ["planning", "planned"] and set(phases[17:]) == {"planned"}
     assert "inputs were larger than those that the plan is for" in caplog.text and statuses[-1].replans == 0
+
+
+def test_what_trains_with_the_largest_inputs_first_trains_with_them_last(tmp_path: Path) -> None:
+    """Cut for 8 rows, all layers would be one stage, which needs more than the budget for 1400. Then one graph serves all."""
+    statuses = trained(tmp_path, one_pass(8, 8, 16, 1400, 8, *(1024, 1400, 64, 512, 8) * 2))
+    assert statuses[-1].phase == "planned" and statuses[-1].floor_bytes <= statuses[2].floor_bytes * 2  # type: ignore[operator]
+    assert statuses[3].stages > statuses[2].stages and statuses[-1].stages == statuses[3].stages
+
+
+def test_inputs_that_grow_in_small_steps_do_not_have_a_graph_made_for_each(tmp_path: Path) -> None:
+    """Only when stages have to become half as large. One graph is that of the training without a budget."""
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    statuses = trained(tmp_path, one_pass(*range(8, 1400, 48)))
+    assert 1 < len({status.stages for status in statuses}) <= 4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 5
 
 
 def test_a_promise_that_does_not_fit_is_told_before_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
