@@ -12,18 +12,21 @@ links: seconds per byte for which a link is busy, with those in the replay, wher
     average slowdown of its links. If they slow each other down in the replay and carried more together than the scaled
     rate, the new shared rate is what they carried.
 All are medians over the latest iterations, so a few outliers change nothing.
+
+Iterations whose inputs are shorter than those that the plan is for wait less, which says nothing of the plan. Their stages and
+links are compared, each stage with its time at these sizes. That is a fit: so only what is plainly off counts.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import planner
 
 DRIFT_LIMIT = 0.1  # planning starts again if the relative drift is larger
-_PLAINLY_OFF = 0.3  # stages are plainly off beyond this relative drift
+_PLAINLY_OFF = 0.3  # stages and links are plainly off beyond this relative drift
 _ALIKE = 1.1  # iterations are alike if the longest takes no more than so many times the shortest
 _CONTENDED = 1.05  # a link counts as slowed down by others if it takes longer than alone by this factor
 
@@ -50,6 +53,24 @@ class Observation:
     def working_seconds(self) -> float:
         """Seconds of the iteration without waiting."""
         return self.iteration_seconds - self.waited_seconds
+
+    def at_whole_length(self, shares: Sequence[float], expected: Expectation) -> Observation:
+        """Return the iteration as it would have been with inputs of the sizes that the plan is for, as far as it can be told.
+
+        shares: of the time at these sizes, what each stage should have taken. The waiting becomes that of the plan.
+        """
+        stages = [seconds / share for seconds, share in zip(self.stage_seconds, shares, strict=True)]
+        longer = sum(stages) / sum(self.stage_seconds) if sum(self.stage_seconds) else 1.0
+        between = self.working_seconds - self.rerun_seconds - sum(self.stage_seconds)
+        again, waited = self.rerun_seconds * longer, sum(expected.stall_seconds)
+        return replace(
+            self,
+            iteration_seconds=sum(stages) + again + between + waited,
+            waited_seconds=waited,
+            stage_seconds=tuple(stages),
+            rerun_seconds=again,
+            collective_seconds=tuple(s / share for s, share in zip(self.collective_seconds, shares, strict=False)),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +121,11 @@ class Drift:
     def found(self) -> bool:
         """Whether one of the values is beyond DRIFT_LIMIT, up or down."""
         return any(abs(value) > DRIFT_LIMIT for value in (self.iteration, self.stages, *self.links.values()))
+
+    @property
+    def plain(self) -> bool:
+        """Whether stages or a link are plainly off, up or down."""
+        return any(abs(value) > _PLAINLY_OFF for value in (self.stages, *self.links.values()))
 
     def __str__(self) -> str:
         named = {"iteration": self.iteration, "stages": self.stages, **self.links}

@@ -106,6 +106,7 @@ class PlanFollower:
         self._background = background
         self._adaptive = options.replan and options.plan is None
         self._observations: deque[Observation] = deque(maxlen=_WINDOW)
+        self._of_shorter: deque[Observation] = deque(maxlen=_WINDOW)
         self._seconds: deque[float] = deque(maxlen=_WINDOW)
         self._moved_bytes: dict[str, int] = {}
         self._busy_seconds: dict[str, float] = {}
@@ -126,6 +127,7 @@ class PlanFollower:
         self._now = now
         self._cursor.thinned = now.thinned
         self._observations.clear()
+        self._of_shorter.clear()
         self._seconds.clear()
         self._recorder.sampled = False
         self._unsettled = self._recorder.iteration_number
@@ -168,8 +170,7 @@ class PlanFollower:
     def iteration_ended(self, iteration: Iteration, *, as_planned: bool) -> bool:
         """Take in an iteration that has ended. Return whether another plan has taken over.
 
-        as_planned: the iteration ran the graphs that the plan is for, and nothing was compiled in it. If inputs had other sizes,
-        what it took says nothing of the plan.
+        as_planned: the iteration ran the graphs that the plan is for, and nothing was compiled in it.
         """
         observation = self._observe(iteration)
         self._since += 1
@@ -190,8 +191,10 @@ class PlanFollower:
             self._unsettled = iteration.number + 1  # the next one begins in another state than the plan's
         elif iteration.woken:  # it began without what the plan has on the device, and ended as the plan says
             self._unsettled = max(self._unsettled, iteration.number)
-        # Blocks were not where the plan has them, or were others.
-        if iteration.number <= self._unsettled or not self._now.thinned.is_whole(iteration):
+        if iteration.number <= self._unsettled:  # blocks were not where the plan has them, or were others
+            return False
+        if not self._now.thinned.is_whole(iteration):
+            self._look_at_shorter(iteration, observation)
             return False
         self._seconds.append(iteration.seconds)
         if iteration.timed:
@@ -247,6 +250,17 @@ class PlanFollower:
             latest = tuple(self._observations)[-_FIRST_LOOK:]
             if stages_plainly_off(self._now.expected, latest):
                 self._on_drift(latest)
+
+    def _look_at_shorter(self, iteration: Iteration, observation: Observation) -> None:
+        """Look for drift in iterations of shorter inputs, where there are few of those that the plan is for."""
+        shares = self._now.thinned.shares(iteration) if iteration.timed else None
+        if shares is None or self._background.busy:
+            return
+        self._of_shorter.append(observation.at_whole_length(shares, self._now.expected))
+        rare = len(self._observations) < _WINDOW == len(self._of_shorter)
+        if rare and self._since >= self._wait and drift_of(self._now.expected, self._of_shorter).plain:
+            self._wait *= 2
+            self._on_drift(self._of_shorter)
 
     def _on_drift(self, observations: Sequence[Observation]) -> None:
         """Start to plan with what these iterations show. If the plan is to stay, only tell."""

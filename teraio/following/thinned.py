@@ -10,6 +10,8 @@ from runtime.execution import SizedGraph
 from teraio.following.schedule import StageSchedule
 from teraio.profiling import Iteration, Profile, first_sized
 
+_TELLING = 0.5  # of the time of a planned iteration: shorter ones say little of that
+
 
 class ThinnedPlans:
     """The plans for shorter inputs that belong to a plan. All calls are for the training thread; none waits."""
@@ -43,6 +45,22 @@ class ThinnedPlans:
         if lengths is None:
             return iteration.signature == self._profile.iteration.signature
         return {self.sizes_of(region.identity) for region in iteration.regions} <= {None, lengths.highest}
+
+    def shares(self, iteration: Iteration) -> tuple[float, ...] | None:
+        """Return what share of its time with the inputs that the plan is for each stage takes with those of an iteration.
+
+        None if its inputs were of several sizes, or of sizes for which it is not known, or so much shorter that they say little.
+        """
+        trace, found = self._profile.trace, {self.sizes_of(region.identity) for region in iteration.regions} - {None}
+        lengths, sizes = trace.lengths, next(iter(found), None)
+        if lengths is None or sizes is None or len(found) > 1:
+            return None
+        if iteration.structure != self._profile.iteration.structure or not dominates(sizes, lengths.lowest):
+            return None
+        known = {each.id: each.at(sizes) / whole for each in lengths.stage_seconds if (whole := each.at(lengths.highest))}
+        shares = tuple(known.get(stage.id, 1.0) for stage in trace.stages)
+        here = sum(share * stage.duration_seconds for share, stage in zip(shares, trace.stages, strict=True))
+        return shares if min(shares) > 0 and _TELLING * trace.ideal_seconds <= here else None
 
     def schedule_for(self, graph: Hashable, *, begins: bool) -> StageSchedule | None:
         """Return what moves from a run of this graph on, by the largest inputs of the iteration so far; None: all of the plan.

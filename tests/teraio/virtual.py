@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,7 +84,7 @@ def stage_run(name: str, phase: Phase = "forward", **fields: Any) -> StageRun:
 class VirtualTraining:
     """One region of STAGES stages, each of which reads a weight of its own for `stage_seconds`.
 
-    between_seconds: of the host, after each stage. codes: what each stage runs, by which stages are alike.
+    graph: its identity. between_seconds: of the host, after each stage. codes: what each stage runs, by which stages are alike.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, budget_blocks: int = STAGES) -> None:
@@ -98,6 +98,7 @@ class VirtualTraining:
             now_seconds=self.mover.perf_counter,
         )
         self.observer = IterationObserver(self.pager)
+        self.graph: Hashable = "graph"
         self.stage_seconds = [1.0] * STAGES
         self.between_seconds = 0.0
         self.codes: list[str | None] = [None] * STAGES
@@ -126,7 +127,7 @@ class VirtualTraining:
     def regions(self) -> None:
         """All regions of an iteration."""
         self.pager.enter_region()
-        self.observer.region_begins("graph", STAGES)
+        self.observer.region_begins(self.graph, STAGES)
         for number, weight in enumerate(self.weights):
             fetch = self.observer.stage_reached()
             self.pager.acquire([weight], 0, f"stage {number}", then_fetch=fetch)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from planner import Plan, SolverError, Trace
-from planner.schema import Lengths
+from planner.schema import Lengths, Polynomial
 from runtime.device import CpuDevice, WallMark
+from runtime.execution import SizedGraph
 from teraio.following import PlanFollower
 from teraio.options import Options, parse_options
 from teraio.planning import BackgroundPlanner
-from teraio.profiling import Profile
 
 from ..in_process import InstantJobs
-from ..virtual import BLOCK_BYTES, IN, STAGES, VirtualTraining, plan_for
+from ..virtual import BLOCK_BYTES, COUNT, IN, STAGES, VirtualTraining, plan_for
 
 
 @pytest.fixture
@@ -28,9 +30,12 @@ def training(monkeypatch: pytest.MonkeyPatch) -> VirtualTraining:
 class Following:
     """A virtual training under a plan made by hand, and its follower. replans: how often another plan has taken over."""
 
-    def __init__(self, training: VirtualTraining, *fetched: tuple[int, int], **options: Any) -> None:
+    def __init__(
+        self, training: VirtualTraining, *fetched: tuple[int, int], lengths: Lengths | None = None, **options: Any
+    ) -> None:
         self.training = training
-        self.profile: Profile = training.profile()
+        profile = training.profile()
+        self.profile = profile if lengths is None else replace(profile, trace=profile.trace.rebuilt(lengths=lengths))
         self.plan = plan_for(self.profile.trace, *fetched)
         self.jobs = InstantJobs()
         given: Options = parse_options(options)
@@ -289,6 +294,32 @@ def test_later_on_three_iterations_are_not_enough(training: VirtualTraining) -> 
     running.jobs.answers = [None]
     running.run()
     assert len(running.jobs.asked) == 1, "the median of nine iterations has changed"
+
+
+PROPORTIONAL = [Polynomial(id=stage, coefficients=(0.0, 0.1)) for stage in range(1, COUNT)]
+
+
+@pytest.mark.parametrize(
+    ("slower", "lengths", "asked"),
+    [
+        (2.0, (8, 6), [16.0]),
+        (1.2, (8, 6), []),  # as far off as a fit may be
+        (2.0, (4,), []),  # so short that it says little
+    ],
+)
+def test_times_are_compared_with_those_at_the_size_at_hand(
+    training: VirtualTraining, slower: float, lengths: tuple[int, ...], asked: list[float]
+) -> None:
+    """Where inputs as large as those that the plan is for hardly come. Its moves are those of the largest inputs, too."""
+    training.graph = SizedGraph("graph", (10,))
+    known = Lengths(lowest=(1,), highest=(10,), stage_seconds=tuple(PROPORTIONAL))
+    running = Following(training, (6, 6), lengths=known)
+    running.jobs.answers = [None]
+    running.run(2)
+    for length in itertools.islice(itertools.cycle(lengths), 16):
+        training.graph = SizedGraph("graph", (length,))
+        running.run_at(slower * length / 10)
+    assert [trace.ideal_seconds for trace in running.jobs.asked] == pytest.approx(asked)
 
 
 def test_iterations_that_ran_or_began_otherwise_are_not_compared(training: VirtualTraining) -> None:
