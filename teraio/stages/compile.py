@@ -5,8 +5,8 @@ Before that, a graph gets what PyTorch leaves out, and fewer values cross from o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -63,7 +63,7 @@ class StageCompiler:
         self._policy = policy
         self._speed_of = speed_of
         self._tiles_above_bytes = tiles_above_bytes
-        self._most_bytes = self._limit_bytes = most_bytes
+        self._most_bytes = most_bytes
         self._tiled: list[tuple[Tiled, float]] = []  # with the share of its graph's time that is computed again
         self._compiled: dict[str, tuple[StageFunction, GraphModule]] = {}
         self._graphs = 0
@@ -85,16 +85,20 @@ class StageCompiler:
                 found.append(each.model_copy(update={"again_seconds": share * sum(times)}))
         return tuple(found)
 
-    def cutting(self, *, for_larger: bool) -> AbstractContextManager[None]:
-        """Return a context in which PyTorch makes the graphs to compile: what is to run in tiles is marked in them.
+    @contextmanager
+    def cutting(self, *, for_larger: bool) -> Iterator[None]:
+        """Have PyTorch make and compile graphs within the block: what is to run in tiles is marked in them.
 
         for_larger: inputs have outgrown the graph that there was, so stages are to need half of `most_bytes`: then inputs that
         grow on do not have it made again each time.
         """
-        self._limit_bytes = self._most_bytes // 2 if for_larger and self._most_bytes is not None else self._most_bytes
-        if self._tiles_above_bytes is None:
-            return nullcontext()
-        return marking(above_bytes=self._tiles_above_bytes, fuses=self._fuses, most_bytes=self._limit_bytes)
+        above, given = self._tiles_above_bytes, self._most_bytes
+        most = self._most_bytes = given // 2 if for_larger and given is not None else given
+        try:
+            with nullcontext() if above is None else marking(above_bytes=above, fuses=self._fuses, most_bytes=most):
+                yield
+        finally:
+            self._most_bytes = given
 
     def compile(
         self, gm: GraphModule, *, phase: Phase, options: dict[str, Any], inputs: Sequence[tuple[str, Kind]] = ()
@@ -139,7 +143,7 @@ class StageCompiler:
         operators = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
         if can_cut(gm.graph) is not None:
             return split(gm, dict.fromkeys(operators, 0), fuses=self._fuses)
-        device, fuses, most = _device(gm.graph), self._fuses, self._limit_bytes
+        device, fuses, most = _device(gm.graph), self._fuses, self._most_bytes
         policy = self._policy or (CutPolicy() if device.type == "cpu" else GPU_POLICY)
         speed = self._speed_of(device)
         stage_of = assign(gm.graph, speed=speed, policy=policy, floor_bytes=floor_bytes, fuses=fuses, most_bytes=most)
