@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -303,12 +302,6 @@ def test_the_timeline_for_perfetto(chain: Path, report: Report, tmp_path: Path) 
     assert ways == {("compute", "device->storage"), ("device->storage", "storage->device"), ("storage->device", "compute")}
 
 
-def test_a_picture(chain: Path, report: Report, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra plot is not installed")
-    report(chain, "--trace", CHAIN_FILE, "--png", tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -317,14 +310,9 @@ def test_a_picture(chain: Path, report: Report, tmp_path: Path) -> None:
         (["--perfetto", "a.json"], "a timeline needs the trace"),
         (["--measured", "{folder}/empty.jsonl", "-o", "{folder}/a.html"], "no iteration is in it"),
         (["--trace", str(file_of("wrap")), "-o", "{folder}/a.html", "--points", 0, "--no-compare"], "fingerprint"),
-        (["--trace", str(CHAIN_FILE), "--png", "{folder}/a.png"], "--png needs matplotlib"),
-        (["--trace", str(CHAIN_FILE), "--png", "{folder}/a.png"], "pip install matplotlib"),
     ],
 )
-def test_what_cannot_be_reported(
-    arguments: list[object], message: str, chain: Path, run: RunCommand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+def test_what_cannot_be_reported(arguments: list[object], message: str, chain: Path, run: RunCommand) -> None:
     chain.with_name("empty.jsonl").touch()
     refused = run("report", chain, *(str(argument).format(folder=chain.parent) for argument in arguments))
     assert refused.code != 0 and message in refused.err
