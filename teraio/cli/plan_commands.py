@@ -1,4 +1,4 @@
-"""The commands about plans and traces: plan, simulate, compare and sweep; inspect shows what is in a file, schema its format."""
+"""The commands about plans and traces: plan, simulate and sweep; inspect shows what is in a file, schema its format."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import typer
 
 import planner
 from planner.errors import FileFormatError, PlanError
-from planner.policies import POLICIES
 from planner.problem import SolverSettings
 from planner.schema import printable, read_format, told
 from teraio.cli import arguments
 from teraio.cli.arguments import AsJson, Device, Host, PlanFile, Policy, Rows, Storage, TraceFile, with_solver_options
-from teraio.cli.comparison import compare_policies, comparison_page, sweep_budgets, sweep_page
 from teraio.cli.lengths import histogram, lengths_facts, lengths_of_plan, lengths_table
 from teraio.cli.output import data_of, save, show_or_print, working, write_out
 from teraio.cli.plan_summary import plan_page, summarise_plan
 from teraio.cli.replay_summary import replay_page, summarise_replay
+from teraio.cli.sweeping import sweep_budgets, sweep_page
 from teraio.cli.trace_summary import summarise_trace, trace_page
 from teraio.options import require_directory
 
@@ -95,30 +94,6 @@ def simulate(
         decided = decided.followed(decided.shorter_for(wanted), loaded).model_copy(update={"predicted": None})
     summary = {**summarise_replay(loaded, decided, planner.simulate(loaded, decided)), "lengths": by_length}
     show_or_print(summary, [*replay_page(summary, rows), lengths_table(by_length)], as_json=as_json)
-
-
-@with_solver_options
-def compare(
-    trace: TraceFile,
-    device: Device,
-    host: Host = None,
-    storage: Storage = None,
-    policy: Annotated[list[str] | None, typer.Option(help="A policy to compare. May be repeated.", show_default="all")] = None,
-    as_json: AsJson = False,
-    *,
-    settings: SolverSettings,
-) -> None:
-    """Plan TRACE with every policy under the same budgets.
-
-    Shows how long each waits, and a bound that no plan can beat.
-    """
-    budgets = arguments.budgets(arguments.size("--device", device), host, storage)
-    loaded = planner.Trace.load(trace)
-    with working("planning") as progress:
-        found = compare_policies(loaded, budgets, policy or list(POLICIES), settings=settings, progress=progress)
-    if found["lower_bound_seconds"] is None:
-        raise planner.TeraioError(f"no policy finds a plan: {found['verdicts'][0]['error']}")
-    show_or_print(found, comparison_page(found), as_json=as_json)
 
 
 @with_solver_options

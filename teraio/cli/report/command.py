@@ -13,14 +13,12 @@ from planner.policies import POLICIES
 from planner.problem import SolverSettings, live_bytes
 from planner.schema import Plan, Trace
 from teraio.cli.arguments import AsJson, PlanFile
-from teraio.cli.comparison import compare_policies, sweep_budgets
 from teraio.cli.output import Data, working, write_file, write_out
 from teraio.cli.report.content import measured_run, report_of
 from teraio.cli.report.page import html_page
 from teraio.cli.report.perfetto import chrome_trace
+from teraio.cli.sweeping import sweep_budgets
 from teraio.options import require_directory
-
-_COMPARED = ("ilp", "offload-only", "teraio", "g10", "zero-infinity", "belady")
 
 
 def report(
@@ -30,14 +28,13 @@ def report(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the page (HTML).")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Where to write the timeline for ui.perfetto.dev (JSON).")] = None,
     points: Annotated[int, typer.Option(min=0, max=100, help="Device budgets to plan for the sweep; 0 for no sweep.")] = 8,
-    compare: Annotated[bool, typer.Option(help="Plan with other policies, to compare them.")] = True,
     as_json: AsJson = False,
     *,
     settings: SolverSettings,
 ) -> None:
     """Show PLAN as one page.
 
-    Memory, every copy and why, stalls, idle blocks, time against budget and policies, which are planned anew.
+    Memory, every copy and why, stalls, idle blocks, and time against budget, which is planned anew.
     """
     outputs = {"--output": output, "--perfetto": perfetto}
     _check(outputs, trace, as_json=as_json)
@@ -48,7 +45,6 @@ def report(
         decided,
         loaded,
         sweep=_sweep(decided, loaded, points, settings) if loaded is not None and points and needed else None,
-        comparison=_comparison(decided, loaded, settings) if loaded is not None and compare and needed else None,
         measured=None if measured is None else measured_run(measured),
     )
     if output is not None:
@@ -84,8 +80,3 @@ def _sweep(plan: Plan, trace: Trace, points: int, settings: SolverSettings) -> D
         return sweep_budgets(
             trace, sorted(sizes | {plan.budgets.device_bytes}), plan.budgets, policy, settings=settings, progress=progress
         )
-
-
-def _comparison(plan: Plan, trace: Trace, settings: SolverSettings) -> Data:
-    with working("planning") as progress:
-        return compare_policies(trace, plan.budgets, _COMPARED, settings=settings, progress=progress)

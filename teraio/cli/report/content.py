@@ -21,9 +21,7 @@ from teraio.cli.trace_summary import block_summaries, tiles_of
 from teraio.watching import read_iterations
 
 
-def report_of(
-    plan: Plan, trace: Trace | None, *, sweep: Data | None = None, comparison: Data | None = None, measured: Data | None = None
-) -> Data:
+def report_of(plan: Plan, trace: Trace | None, *, sweep: Data | None = None, measured: Data | None = None) -> Data:
     """Return the report of a plan. Everything but `measured` is a prediction. `facts`: what is known only with the trace.
 
     Raises PlanError if the plan does not belong to the trace, InfeasiblePlanError if it cannot be carried out.
@@ -37,7 +35,6 @@ def report_of(
         "lengths": lengths_of_plan(plan, trace),
         "facts": None if trace is None else _facts(plan, trace),
         "sweep": sweep,
-        "comparison": comparison,
         "measured": measured,
     }
 

@@ -10,7 +10,6 @@ from importlib import resources
 from planner.schema import printable, short_fingerprint
 from planner.simulator import STAGES
 from teraio.advice import what_holds_up
-from teraio.cli.comparison import comparison_table, sweep_table
 from teraio.cli.lengths import lengths_table
 from teraio.cli.output import (
     Column,
@@ -27,6 +26,7 @@ from teraio.cli.output import (
 )
 from teraio.cli.replay_summary import links_table
 from teraio.cli.report.palette import KINDS, PHASES, STALL, style
+from teraio.cli.sweeping import sweep_table
 
 # What the page may load: nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -97,7 +97,6 @@ def html_page(report: Data) -> str:
         *([without] if facts is None else _of_trace(facts)),
         _lengths(report["lengths"]),
         _sweep(report["sweep"]),
-        _policies(report["comparison"]),
         _measured(report),
         _origin(report),
     ]
@@ -273,20 +272,6 @@ def _sweep(sweep: Data | None) -> str:
     columns = {**table.columns, ">device budget": lambda point: exact_bytes(point["device_bytes"]), ">iteration": _time}
     chart = '<div id="sweep-chart"></div>'
     return _section("sweep", "Time against budget", told, Table(columns=columns, rows=table.rows), above=chart)
-
-
-def _policies(comparison: Data | None) -> str:
-    if comparison is None:
-        return ""
-    table = comparison_table(comparison)
-    slowest = max((each["predicted"]["iteration_seconds"] for each in table.rows if each["predicted"]), default=0.0)
-
-    def bar_or_error(each: Data) -> str:
-        return _bar(each["predicted"]["iteration_seconds"], slowest) if each["predicted"] else each["error"]
-
-    columns = {**table.columns, ">iteration": _time, "note": bar_or_error}
-    told = "Predicted, all under the budgets of this plan."
-    return _section("policies", "Policies compared", told, Table(columns=columns, rows=table.rows))
 
 
 def _measured(report: Data) -> str:

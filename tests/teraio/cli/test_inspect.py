@@ -321,7 +321,7 @@ def test_a_plan_at_each_length(run: RunCommand, trace_file: Path, tmp_path: Path
     assert has_line(run("inspect", plan_file).out, r"the longest +6.00 s.*"), "without the trace that is not known"
     assert has_line(run("inspect", trace_file).out, r" +1 +600 ms +3 B +1 B")
     page = tmp_path / "page.html"
-    run("report", plan_file, "--trace", trace_file, "-o", page, "--points", "0", "--no-compare")
+    run("report", plan_file, "--trace", trace_file, "-o", page, "--points", "0")
     assert "Time against length" in page.read_text()
     run("plan", trace_file, "--device", "20", "-o", plan_file)
     assert Plan.load(plan_file).shorter[0].sizes == (8,), "lengths that cover the trace"

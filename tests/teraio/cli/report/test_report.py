@@ -143,7 +143,7 @@ def timeline(report: Report, plan: Path, trace: Path) -> Any:
 
 
 def facts_of(report: Report, plan: Path, trace: Path) -> Any:
-    return json.loads(report(plan, "--trace", trace, "--json", "--points", 0, "--no-compare"))["facts"]
+    return json.loads(report(plan, "--trace", trace, "--json", "--points", 0))["facts"]
 
 
 def test_each_copy_says_why(chain: Path, report: Report) -> None:
@@ -168,10 +168,6 @@ def test_the_page_has_the_data_that_json_prints(page: Page, chain: Path, report:
     assert {point["device_bytes"]: point["predicted"] is None for point in points} == {10: False, 17: False, 30: False}
     assert points[0]["predicted"]["iteration_seconds"] == 10.0
     assert page.data["sweep"]["floor_bytes"] == 10, "the chart is shaded below"
-    comparison = page.data["comparison"]
-    assert comparison["budgets"]["device_bytes"] == 10
-    assert {"ilp", "teraio", "zero-infinity"} <= {verdict["policy"] for verdict in comparison["verdicts"]}
-    assert "zero-infinity" in page.texts["td"], "policies are compared under the budget of the plan"
 
 
 def test_the_page_loads_nothing(page: Page) -> None:
@@ -213,7 +209,7 @@ def test_names_from_files_are_text(report: Report, tmp_path: Path) -> None:
     hostile = CHAIN.rebuilt(name=name, blocks=blocks)
     hostile.save(tmp_path / "trace.json")
     planner.plan(hostile, Budgets(device_bytes=10)).save(tmp_path / "plan.json")
-    report(tmp_path / "plan.json", "--trace", tmp_path / "trace.json", "-o", tmp_path / "a.html", "--points", 0, "--no-compare")
+    report(tmp_path / "plan.json", "--trace", tmp_path / "trace.json", "-o", tmp_path / "a.html", "--points", 0)
     page = Page((tmp_path / "a.html").read_text())
     assert not [tag for tag, _ in page.tags if tag == "img"]
     assert page.data["facts"]["name"] == name and page.data["facts"]["blocks"][0]["name"] == name
@@ -260,7 +256,7 @@ def run_file(folder: Path, *, phase: RunPhase = "planned", predicted: float = 10
 
 def measured_page(report: Report, plan: Path, **run: Any) -> Page:
     measured, page = run_file(plan.parent, **run), plan.with_name("a.html")
-    report(plan, "--trace", CHAIN_FILE, "--measured", measured, "-o", page, "--points", 0, "--no-compare")
+    report(plan, "--trace", CHAIN_FILE, "--measured", measured, "-o", page, "--points", 0)
     return Page(page.read_text())
 
 
@@ -309,7 +305,7 @@ def test_the_timeline_for_perfetto(chain: Path, report: Report, tmp_path: Path) 
         (["-o", "nowhere/a.html"], "there is no directory nowhere"),
         (["--perfetto", "a.json"], "a timeline needs the trace"),
         (["--measured", "{folder}/empty.jsonl", "-o", "{folder}/a.html"], "no iteration is in it"),
-        (["--trace", str(file_of("wrap")), "-o", "{folder}/a.html", "--points", 0, "--no-compare"], "fingerprint"),
+        (["--trace", str(file_of("wrap")), "-o", "{folder}/a.html", "--points", 0], "fingerprint"),
     ],
 )
 def test_what_cannot_be_reported(arguments: list[object], message: str, chain: Path, run: RunCommand) -> None:
