@@ -52,7 +52,7 @@ from planner.errors import (  # noqa: E402
 from teraio.given_options import GivenOptions  # noqa: E402
 from teraio.parked import Parked  # noqa: E402
 from teraio.version import __version__  # noqa: E402
-from teraio.watching import IterationStats, Stats, Status  # noqa: E402
+from teraio.watching import IterationStats, Status  # noqa: E402
 
 _Compiled = TypeVar("_Compiled", bound=Callable[..., Any])
 
@@ -65,7 +65,6 @@ __all__ = [
     "Parked",
     "PlanError",
     "RankError",
-    "Stats",
     "Status",
     "StorageError",
     "StorageFullError",
@@ -77,12 +76,10 @@ __all__ = [
     "capture",
     "compile",
     "manage_optimizer",
-    "node_status",
     "on_device",
     "on_iteration",
     "park",
     "reset",
-    "stats",
     "status",
     "step_done",
     "under_budget",
@@ -199,24 +196,6 @@ def capture(
 def status() -> tuple[Status, ...]:
     """Return what every training run of this process is doing, in order of creation. Never waits for copies or plans."""
     return _registry().status()
-
-
-def node_status() -> dict[int, tuple[Status, ...]]:
-    """Return what the training runs of every rank of this machine are doing, by rank. Never waits.
-
-    Of other ranks it is what they told last, at the end of an iteration. A rank that has told nothing yet is missing. Only this
-    rank is there if it is the only one, or if there was no process group of torch.distributed at the first compiled call. Raises
-    RankError if the store through which ranks talk is gone.
-    """
-    return _registry().node_status()
-
-
-def stats(model: torch.nn.Module) -> Stats:
-    """Return what the run that trains this model is doing, and what its latest iterations took. Never waits.
-
-    model: compiled or not. Raises UnsupportedError if no run manages its parameters, as before the first step.
-    """
-    return _registry().stats(model)
 
 
 def on_iteration(watcher: Callable[[IterationStats], None]) -> Callable[[], None]:

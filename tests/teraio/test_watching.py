@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 import teraio
-from planner import UnsupportedError
 from planner.errors import FileFormatError
-from teraio.watching import read_iterations, waited_for_ranks
+from teraio.watching import read_iterations
 
 from ..training import MIB, Training, mean_square_step, random_rows, weights_of_1_mib
 
@@ -37,13 +35,10 @@ def test_what_is_watched_agrees(tmp_path: Path, quick_links: None) -> None:
     try:
         options = {"memory_budget": 11 * MIB, "storage": tmp_path, "profile_iterations": 9}
         training = weights_of_1_mib(options, count=8, momentum=0.9)
-        with pytest.raises(UnsupportedError, match="stats: no run of teraio manages a parameter of this model"):
-            teraio.stats(training.model)
         training.run(random_rows(STEPS), stepping(training))
-        stats = teraio.stats(training.model)
-        assert stats.iterations == tuple(told) and [each.iteration for each in told] == list(range(STEPS))
+        assert [each.iteration for each in told] == list(range(STEPS))
         (status,) = training.progress[-1]
-        assert stats.status.iterations == STEPS and {each.phase for each in told} == {"profile"}
+        assert status.iterations == STEPS and {each.phase for each in told} == {"profile"}
         for link, moved in status.moved_bytes.items():
             assert sum(each.moved_bytes[link] for each in told) <= moved, "copies may go on between two iterations"
         last = told[-1]
@@ -56,8 +51,6 @@ def test_what_is_watched_agrees(tmp_path: Path, quick_links: None) -> None:
         for end in ends:
             end()
             end()  # not twice
-    with pytest.raises(UnsupportedError, match="compile the model with teraio and train for a step first"):
-        teraio.stats(nn.Linear(2, 2))
 
 
 def test_what_a_watcher_raises_the_loop_raises() -> None:
@@ -145,27 +138,6 @@ def test_other_files_are_refused(tmp_path: Path, old: str, new: str, message: st
     path.write_text(line_of(FIRST).replace(old, new, 1))
     with pytest.raises(FileFormatError, match=f"line 1 is no measured iteration: {message}"):
         read_iterations(path)
-
-
-LATE_ONE, LATE_TWO = {"a": 1.0, "b": 5.0}, {"a": 4.0, "b": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("seconds", "waited"),
-    [
-        # the shortest time of each collective is work and the rest is waiting; ranks take turns in being late
-        ([LATE_ONE, LATE_TWO], (3.0, 3.0)),
-        ([LATE_ONE, LATE_ONE, LATE_TWO], (3.0, 3.0, 3.0)),
-        ([{"a": 1.0}, {"a": 1.5}], (0.0, 0.5)),
-        # without the same collectives nothing can be told
-        *(
-            (others, None)
-            for others in ([], [{"a": 1.0}], [{}, {}], [{"a": 1.0}, {"b": 1.0}], [{"a": 1.0}, {"a": 1.0, "b": 1.0}])
-        ),
-    ],
-)
-def test_what_of_the_time_in_collectives_is_waiting(seconds: list[dict[str, float]], waited: tuple[float, ...] | None) -> None:
-    assert waited_for_ranks(seconds) == waited
 
 
 # -- torch.profiler
