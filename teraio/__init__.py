@@ -142,8 +142,6 @@ def capture(
     hardware: str | PathLike[str] = "h100",
     name: str | None = None,
     subgroup_bytes: int | None = None,
-    calibrate: str | PathLike[str] | None = None,
-    smaller: Callable[[], Callable[[], object]] | None = None,
     tokens: int | None = None,
     samples: int | None = None,
     lengths: tuple[int, int] | None = None,
@@ -163,8 +161,6 @@ def capture(
     itself, or its attribute `loss`.
     hardware: "h100", "h200", "a100", "rtx4090", "rtx5090", "laptop", or a file that describes a machine. name: of the trace.
     subgroup_bytes: how much of the optimizer is updated at once, parameters, gradients and states together.
-    calibrate: a trace that was measured on the hardware (option `trace_out`), of a training of a smaller size; efficiencies are
-    fitted to its times. smaller: that training, a function as above; default: the training that is captured.
     tokens, samples: how many a step processes, so that the trace tells them a second. It has the model's operations, too.
     lengths: the shortest and the longest of inputs of varying length: the function that takes one step gets a length then, and
     compiles its model with `dynamic=True`. The trace is of the longest, and tells sizes and times at all lengths between.
@@ -184,8 +180,6 @@ def capture(
         hardware=hardware,
         name=name,
         subgroup_bytes=subgroup_bytes,
-        calibrate=calibrate,
-        smaller=smaller,
         tokens=tokens,
         samples=samples,
         lengths=lengths,

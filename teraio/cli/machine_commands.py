@@ -58,14 +58,6 @@ def capture(
     subgroup: Annotated[
         str | None, typer.Option(help="How much of the optimizer is updated at once, such as 256MiB.", show_default="chosen")
     ] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(help="A trace measured on the machine, of a training of a smaller size: times are fitted to it."),
-    ] = None,
-    smaller: Annotated[
-        str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="The training of that trace.", show_default="the one that is captured"),
-    ] = None,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a step, to show them a second.", show_default="none")
     ] = None,
@@ -105,8 +97,6 @@ def capture(
             hardware=hardware,
             name=name,
             subgroup_bytes=size,
-            calibrate=calibrate,
-            smaller=None if smaller is None else _function_of(smaller),
             tokens=tokens,
             samples=samples,
             lengths=between,
