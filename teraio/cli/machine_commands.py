@@ -142,7 +142,6 @@ def advise(
         int | None, typer.Option(min=1, help="The same for samples, such as images.", show_default="none")
     ] = None,
     drives: Annotated[int, typer.Option(min=1, help="Number of drives behind the storage tier of the trace.")] = 1,
-    tbw: Annotated[str | None, typer.Option(help="Rated bytes written of each drive (TBW), such as 600TB.")] = None,
     plans: Annotated[Path | None, typer.Option(help="Directory for the traces and plans behind each line.")] = None,
     as_json: AsJson = False,
     *,
@@ -171,9 +170,8 @@ def advise(
             save(made, plans / f"{name}.plan.json")
 
     budgets = arguments.budgets(arguments.size("--device", device), host, storage)
-    rated = None if tbw is None else arguments.size("--tbw", tbw)
     with working("planning") as progress:
-        given: dict[str, Any] = {"drives": drives, "rated_bytes": rated, "settings": settings, "progress": progress, "made": keep}
+        given: dict[str, Any] = {"drives": drives, "settings": settings, "progress": progress, "made": keep}
         if asked:
             ((unit, step),) = asked
             found = advise_geometry(loaded, budgets, step=step, unit=unit, **given)
@@ -203,7 +201,6 @@ def _geometry_page(advice: Data) -> Page:
         **{f">moved {link}": _moved(link) for link in (best["predicted"] or {"moved_bytes": ()})["moved_bytes"]},
         "held up by": _held_up,
         ">recomputed": lambda answer: answer["predicted"] and some_seconds(answer["predicted"].get("recompute_seconds")),
-        ">drives last": _lifetime,
     }
     page: list[Table | Facts | str] = [Facts(overview), Table(columns=columns, rows=answers)]
     if any(answer["geometry"]["order"] == "layer by layer" for answer in answers):
@@ -224,10 +221,6 @@ def _moved(link: str) -> Column:
 def _sliced_floor(answer: Data) -> str:
     less = answer["sliced_floor_bytes"] < answer["floor_bytes"]
     return exact_bytes(answer["sliced_floor_bytes"]) if less else ""
-
-
-def _lifetime(answer: Data) -> str:
-    return "" if answer["lifetime_days"] is None else f"{answer['lifetime_days']:,.0f} days"
 
 
 def _advice_page(advice: Data) -> Page:
@@ -254,7 +247,6 @@ def _advice_page(advice: Data) -> Page:
         "held up by": _held_up,
         ">recomputed": lambda answer: answer["predicted"] and some_seconds(answer["predicted"].get("recompute_seconds")),
         ">written a day": _written,
-        ">drives last": _lifetime,
     }
     return Facts(overview), Table(columns=columns, rows=advice["answers"])
 

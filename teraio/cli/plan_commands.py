@@ -127,9 +127,6 @@ def sweep(
 def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace or a plan.")],
     trace: Annotated[Path | None, typer.Option(help="The trace of the plan, for names, sizes and stalls.")] = None,
-    tbw: Annotated[
-        str | None, typer.Option(help="Rated bytes written of the drives (TBW), such as 600TB. Shows how long they last.")
-    ] = None,
     as_json: AsJson = False,
     rows: Rows = 10,
 ) -> None:
@@ -142,14 +139,12 @@ def inspect(
     if isinstance(loaded, planner.Plan):
         named = None if trace is None else planner.Trace.load(trace)
         by_length = lengths_of_plan(loaded, named)
-        found = summarise_plan(loaded, named, rated_bytes=None if tbw is None else arguments.size("--tbw", tbw))
+        found = summarise_plan(loaded, named)
         page = [*plan_page(found, rows), lengths_table(by_length)]
         show_or_print({**found, "lengths": by_length}, page, as_json=as_json)
         return
     if trace is not None:
         raise planner.OptionsError(f"option --trace: {file} is a trace itself; leave the option out")
-    if tbw is not None:
-        raise planner.OptionsError(f"option --tbw: {file} is a trace; only a plan tells what is written")
     found = summarise_trace(loaded)
     show_or_print(found, trace_page(found, rows), as_json=as_json)
 

@@ -27,7 +27,7 @@ from teraio.cli.replay_summary import critical_fact, links_table, peak_facts, pr
 from teraio.cli.trace_summary import copy_seconds
 
 
-def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None, *, rated_bytes: int | None = None) -> Data:
+def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None) -> Data:
     """Return the plan in numbers; with names, sizes and stalls if `trace` is given.
 
     Stages are numbered as in `planner.recomputed`: a stage that runs again counts as one more.
@@ -37,8 +37,6 @@ def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None, *, ra
     the trace; what they make and take, and what copies of that would take.
     `stalls`, `links`, `host_processor` and `critical` come from a replay, see `summarise_replay`. They and `subgroups` are None
     without the trace, as is all that it tells about updates and re-runs.
-    `drive_lifetime_seconds`: training time without a break until the drives have written `rated_bytes` (TBW); None if that is
-    not given, or if nothing is written.
 
     Raises PlanError if the plan does not belong to the trace, InfeasiblePlanError if it cannot be carried out.
     """
@@ -47,7 +45,6 @@ def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None, *, ra
         replay = summarise_replay(trace, plan, planner.simulate(trace, plan))
         derived = planner.recomputed(trace, plan.recompute)
     moves = summarise_moves(plan, derived)
-    written = plan.predicted.storage_written_bytes if plan.predicted else 0
     return {
         **plan.model_dump(mode="json", include={"policy", "trace_fingerprint", "budgets", "solver", "predicted"}),
         "trace_name": None if trace is None else trace.name,
@@ -59,9 +56,6 @@ def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None, *, ra
         "host_updates": [_host_update(update.subgroup, derived) for update in plan.updates if update.where == "host"],
         "reruns": [_rerun(each, trace) for each in plan.recompute],
         **{name: replay and replay[name] for name in ("stalls", "links", "host_processor", "critical")},
-        "drive_lifetime_seconds": rated_bytes / written * plan.predicted.iteration_seconds
-        if plan.predicted and rated_bytes is not None and written
-        else None,
     }
 
 
@@ -180,7 +174,6 @@ def plan_page(plan: Data, rows: int) -> Page:
         "recomputed": _recomputed(plan["reruns"]),
         "updates on the host": _updates(plan["host_updates"], plan["subgroups"]),
         "host's processor": processor_fact(processor, iteration) if processor else "",
-        "drives last": _lifetime(plan["drive_lifetime_seconds"]),
         "critical path": critical_fact(critical) if critical else "",
     }
     return (
@@ -261,11 +254,3 @@ def _updates(host_updates: Sequence[Data], subgroups: int | None) -> str:
     if subgroups is None:
         return str(len(host_updates)) if host_updates else ""
     return f"{len(host_updates)} of {subgroups} subgroups" if subgroups else ""
-
-
-def _lifetime(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    days = seconds / 86400
-    length = f"{days:,.1f} days" if days < 1000 else f"{days / 365.25:,.1f} years"
-    return f"{length} of training without a break"

@@ -41,7 +41,7 @@ from teraio.following.schedule import StageSchedule
 from teraio.following.thinned import ThinnedPlans
 from teraio.machine import Machine
 from teraio.options import Options
-from teraio.planning import BackgroundPlanner, PlanMade, record_plan, save
+from teraio.planning import BackgroundPlanner, PlanMade, save
 from teraio.profiling import Iteration, Profile
 
 logger = logging.getLogger("teraio")
@@ -129,7 +129,6 @@ class PlanFollower:
         self._seconds.clear()
         self._recorder.sampled = False
         self._unsettled = self._recorder.iteration_number
-        record_plan(now.plan, now.profile.trace)
 
     def covers(self, iteration: Iteration) -> bool:
         """Whether it is known what to follow for inputs as short as those of an iteration, or nothing can be done about it."""

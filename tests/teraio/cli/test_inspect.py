@@ -173,18 +173,6 @@ def test_the_reason_is_a_stage_that_the_block_is_away_in(run: RunCommand, tmp_pa
     assert reasons == {"early": ("s1", 5), "late": ("s0", 10)}
 
 
-def test_how_long_the_drives_last(run: RunCommand, tmp_path: Path) -> None:
-    """10 bytes are written in each iteration of 6 s: 864 kB are written after six days."""
-    path = planned(tmp_path, "chain", 20)
-    assert fact(run("inspect", path, "--tbw", "864kB").out, "drives last") == "6.0 days of training without a break"
-    assert run("inspect", path, "--tbw", "864kB", "--json").json["drive_lifetime_seconds"] == pytest.approx(6 * 86400)
-    assert "years of training" in run("inspect", path, "--tbw", "600MB").out
-    assert "drives last" not in run("inspect", path).out
-    assert "drives last" not in run("inspect", planned(tmp_path, "chain", 30), "--tbw", "600TB").out, "nothing is written"
-    wrong = run("inspect", CHAIN_FILE, "--tbw", "600TB")
-    assert wrong.code == 2 and "only a plan tells what is written" in wrong.err
-
-
 # -- updates on the host
 
 ON_HOST = {"updates": [dict(subgroup=0, where="host")], "away": {0: "host"}}
