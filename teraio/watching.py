@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-
-from pydantic import TypeAdapter, ValidationError
-
-from planner.errors import FileFormatError
-from planner.schema import describe
 
 if TYPE_CHECKING:  # `import teraio` must not import torch
     from runtime.paging import Pager
@@ -153,23 +146,3 @@ class History:
         self._moved_bytes, self._busy_seconds = moved_bytes, busy_seconds
         self.finished += 1
         return stats
-
-
-def read_iterations(path: str | os.PathLike[str]) -> tuple[IterationStats, ...]:
-    """Return the iterations of a file with one as JSON on each line. A last line that was cut short is left out.
-
-    Raises FileFormatError with the file, the line and what is wrong.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileFormatError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()  # the training was killed
-    form, found = TypeAdapter(IterationStats), []
-    for number, line in enumerate(lines, start=1):
-        try:
-            found.append(form.validate_json(line))
-        except ValidationError as error:
-            raise FileFormatError(f"{path}: line {number} is no measured iteration: {describe(error)}") from error
-    return tuple(found)

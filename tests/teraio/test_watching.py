@@ -1,9 +1,7 @@
-"""What a real training under a budget tells: teraio's data and its file, and what torch.profiler shows of it."""
+"""What a real training under a budget tells: teraio's data, and what torch.profiler shows of it."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
 import signal
 from collections.abc import Callable
@@ -16,8 +14,6 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 import teraio
-from planner.errors import FileFormatError
-from teraio.watching import read_iterations
 
 from ..training import MIB, Training, mean_square_step, random_rows, weights_of_1_mib
 
@@ -91,53 +87,6 @@ def test_a_watcher_is_interrupted_at_once_and_may_replace_handlers(tmp_path: Pat
         signal.signal(signal.SIGINT, before)
     assert done == [0, 1, 3, 4]
     training.finish()
-
-
-# -- files of iterations that are made up
-
-FIRST = teraio.IterationStats(
-    run=0,
-    iteration=0,
-    phase="profile",
-    seconds=2.5,
-    waited_seconds=0.125,
-    recompute_seconds=0.0,
-    predicted_seconds=None,
-    tier_bytes={"device": 512 << 20, "storage": 3 << 30},
-    moved_bytes={"device->storage": 10**9, "storage->device": 0},
-    busy_seconds={"device->storage": 0.5, "storage->device": 0.0},
-)
-SECOND = dataclasses.replace(FIRST, iteration=1, phase="planned", predicted_seconds=0.1 + 0.2, recompute_seconds=0.25)
-
-
-def line_of(stats: teraio.IterationStats) -> str:
-    return json.dumps(dataclasses.asdict(stats)) + "\n"
-
-
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_text(line_of(FIRST) + line_of(SECOND))
-    assert read_iterations(path) == (FIRST, SECOND)
-    path.write_text(path.read_text()[:-40])
-    assert read_iterations(path) == (FIRST,), "the last line was cut short"
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("waited_seconds", "idle_seconds", "waited_seconds: Field required"),
-        ('"iteration": 0', '"iteration": "zero"', "iteration: Input should be a valid integer"),
-        ("profile", "asleep", "phase: Input should be 'profile'"),
-        ("{", "[", "file: Invalid JSON"),
-    ],
-)
-def test_other_files_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
-    path = tmp_path / "run.jsonl"
-    with pytest.raises(FileFormatError, match="cannot be read: No such file"):
-        read_iterations(path)
-    path.write_text(line_of(FIRST).replace(old, new, 1))
-    with pytest.raises(FileFormatError, match=f"line 1 is no measured iteration: {message}"):
-        read_iterations(path)
 
 
 # -- torch.profiler

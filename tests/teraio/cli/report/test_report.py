@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections import Counter
@@ -19,7 +18,6 @@ from planner import Budgets, Plan
 from planner.problem import live_bytes
 from planner.simulator import critical_path
 from teraio.cli.report.palette import KINDS, PHASES, STALL, style
-from teraio.watching import IterationStats, RunPhase
 
 from ....planner.traces import hand
 from ...conftest import RunCommand
@@ -225,56 +223,6 @@ def test_no_colour_has_two_meanings() -> None:
     assert all(f".{name} {{" in style() for name in looks)
 
 
-def test_a_plan_alone(chain: Path, report: Report, tmp_path: Path) -> None:
-    report(chain, "-o", tmp_path / "a.html")
-    page = Page((tmp_path / "a.html").read_text())
-    assert page.data["facts"] is None and page.data["sweep"] is None
-    assert any("--trace" in text for text in page.texts["p"])
-
-
-def run_file(folder: Path, *, phase: RunPhase = "planned", predicted: float = 10.0, run: int = 0) -> Path:
-    """The file of a run of five iterations; the first two are profiled."""
-    iterations = [
-        IterationStats(
-            run=run,
-            iteration=number,
-            phase="profile" if number < 2 else phase,
-            seconds=seconds,
-            waited_seconds=seconds - 6.0,
-            recompute_seconds=0.0,
-            predicted_seconds=predicted,
-            tier_bytes={"device": 9},
-            moved_bytes={"device->storage": 20, "storage->device": 20},
-            busy_seconds={"device->storage": 2.5, "storage->device": 2.0},
-        )
-        for number, seconds in enumerate((30.0, 20.0, 11.0, 11.5, 14.0))
-    ]
-    path = folder / "run.jsonl"
-    path.write_text("".join(f"{json.dumps(dataclasses.asdict(each))}\n" for each in iterations))
-    return path
-
-
-def measured_page(report: Report, plan: Path, **run: Any) -> Page:
-    measured, page = run_file(plan.parent, **run), plan.with_name("a.html")
-    report(plan, "--trace", CHAIN_FILE, "--measured", measured, "-o", page, "--points", 0)
-    return Page(page.read_text())
-
-
-def test_predicted_beside_measured(chain: Path, report: Report) -> None:
-    page = measured_page(report, chain)
-    cells = page.texts["td"][page.texts["td"].index("iteration") :]
-    assert cells[:6] == ["iteration", "10.0 s", "11.5 s", "waits", "4.00 s", "5.50 s"]
-    assert cells[9:15] == ["device → storage, bytes", "20 B", "20 B", "device → storage, busy", "2.00 s", "2.50 s"]
-    assert any("medians over 3 planned iterations of 5" in text for text in page.texts["p"])
-
-
-def test_a_run_that_follows_no_plan_or_another_one(chain: Path, report: Report) -> None:
-    none = measured_page(report, chain, phase="demand")
-    assert any("None of the 5 iterations of the run followed a plan" in text for text in none.texts["p"])
-    other = measured_page(report, chain, predicted=8.0)
-    assert any("follows another plan by now: that one predicts 8.00 s" in text for text in other.texts["p"])
-
-
 def test_the_timeline_for_perfetto(chain: Path, report: Report, tmp_path: Path) -> None:
     report(chain, "--trace", CHAIN_FILE, "--perfetto", tmp_path / "timeline.json")
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
@@ -301,14 +249,12 @@ def test_the_timeline_for_perfetto(chain: Path, report: Report, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "found no place to write to"),
-        (["-o", "nowhere/a.html"], "there is no directory nowhere"),
-        (["--perfetto", "a.json"], "a timeline needs the trace"),
-        (["--measured", "{folder}/empty.jsonl", "-o", "{folder}/a.html"], "no iteration is in it"),
+        (["--trace", str(CHAIN_FILE)], "found no place to write to"),
+        (["--trace", str(CHAIN_FILE), "-o", "nowhere/a.html"], "there is no directory nowhere"),
+        (["-o", "{folder}/a.html"], "--trace"),
         (["--trace", str(file_of("wrap")), "-o", "{folder}/a.html", "--points", 0], "fingerprint"),
     ],
 )
 def test_what_cannot_be_reported(arguments: list[object], message: str, chain: Path, run: RunCommand) -> None:
-    chain.with_name("empty.jsonl").touch()
     refused = run("report", chain, *(str(argument).format(folder=chain.parent) for argument in arguments))
     assert refused.code != 0 and message in refused.err
