@@ -132,7 +132,7 @@ def inspect(
 ) -> None:
     """Show what a trace or a plan contains.
 
-    A trace: stages, memory over time, idle blocks, updates that can run on the host, the smallest budget. A plan: moves, updates
+    A trace: stages, idle blocks, updates that can run on the host, the smallest budget. A plan: moves, updates
     on the host, predictions; with --trace also why each block moves and why the iteration takes as long as it does.
     """
     loaded = _load(file)
