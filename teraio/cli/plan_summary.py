@@ -30,10 +30,10 @@ def summarise_plan(plan: planner.Plan, trace: planner.Trace) -> Data:
     """Return the plan in numbers, with names and sizes from its trace, and stalls.
 
     Stages are numbered as in `planner.recomputed`: a stage that runs again counts as one more.
-    `moves`: see `summarise_moves`; by size, largest first. `dropped`: how many of them have no copy out. `subgroups`: how many
-    the trace has. `host_updates`: the subgroups that are updated on the host, in that order, and the stage that would do it on the
-    device. `reruns`: the forward stages that run again, just before stage `at` of the trace; what they make and take, and what
-    copies of that would take.
+    `moves`: see `summarise_moves`; by size, largest first. `dropped`: how many of them have no copy out.
+    `subgroups`: how many the trace has. `host_updates`: the subgroups that are updated on the host, in that order, and the stage
+    that would do it on the device. `reruns`: the forward stages that run again, just before stage `at` of the trace; what they
+    make and take, and what copies of that would take.
     `stalls`, `links`, `host_processor` and `critical` come from a replay, see `summarise_replay`.
 
     Raises PlanError if the plan does not belong to the trace, InfeasiblePlanError if it cannot be carried out.
