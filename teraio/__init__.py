@@ -102,8 +102,8 @@ def compile(
     function that is no `torch.nn.Module`, returns the compiled function; the given one stays as it is.
 
     dynamic, fullgraph: as for `torch.compile`. options: see `docs/options.md`; those that are not given here come from
-    environment variables and the file that TERAIO_CONFIG names. Compiles nothing yet: the first call does, which may raise
-    BudgetError and StorageFullError. Raises OptionsError.
+    environment variables. Compiles nothing yet: the first call does, which may raise BudgetError and StorageFullError. Raises
+    OptionsError.
     """
     from teraio.backend import compile_in_place
     from teraio.options import parse_options

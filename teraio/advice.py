@@ -1,6 +1,6 @@
 """Answers before a launch: does this training fit, how fast is it, what holds it up, what would change that. Needs no torch.
 
-The training is planned as asked for, and with one thing changed at a time: more of a machine, another batch, smaller states.
+The training is planned as asked for, and with one thing changed at a time: more of a machine, another batch.
 """
 
 from __future__ import annotations
@@ -206,7 +206,6 @@ def what_holds_up(path: Mapping[str, float]) -> str:
 
 _Model = TypeVar("_Model", bound=FrozenModel)
 _MORE = 1.25
-_FP32_STATE_BYTES = 8  # bytes of AdamW's two states in fp32 for each element
 
 
 def cases(trace: planner.Trace, budgets: Budgets, *, drives: int) -> Iterator[Case]:
@@ -231,8 +230,6 @@ def cases(trace: planner.Trace, budgets: Budgets, *, drives: int) -> Iterator[Ca
     yield replace(asked, what="twice the batch", trace=with_batch(trace, 2), work=2.0)
     with suppress(UnsupportedError):
         yield replace(asked, what="twice the accumulation", trace=with_passes(trace, 2), work=2.0)
-    if _has_fp32_states(trace):
-        yield replace(asked, what="optimizer states in bf16", trace=with_state_bytes(trace, 0.5))
 
 
 def geometries(traces: Sequence[planner.Trace], budgets: Budgets, *, step: int, unit: Unit, drives: int) -> Iterator[Case]:
@@ -327,18 +324,3 @@ def with_batch(trace: planner.Trace, factor: int) -> planner.Trace:
         work=trace.work and trace.work.times(factor),
         tiled=(),
     )
-
-
-def with_state_bytes(trace: planner.Trace, factor: float) -> planner.Trace:
-    """Return the trace with optimizer states of `factor` times the size."""
-    blocks = tuple(
-        block.model_copy(update={"size_bytes": int(block.size_bytes * factor)}) if block.kind == "optimizer_state" else block
-        for block in trace.blocks
-    )
-    return trace.rebuilt(blocks=blocks)
-
-
-def _has_fp32_states(trace: planner.Trace) -> bool:
-    states = sum(block.size_bytes for block in trace.blocks if block.kind == "optimizer_state" and block.movable)
-    elements = sum(subgroup.elements for subgroup in trace.subgroups)
-    return elements > 0 and states >= _FP32_STATE_BYTES * elements * 0.9

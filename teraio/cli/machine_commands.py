@@ -148,7 +148,7 @@ def advise(
 ) -> None:
     """Say whether TRACE fits, how fast it is, what holds it up, and what would change that.
 
-    Tried are more memory, one more drive, a larger batch, more accumulation, smaller states; with --tokens-per-step, all
+    Tried are more memory, one more drive, a larger batch, more accumulation; with --tokens-per-step, all
     microbatches that the traces have, pass by pass and layer by layer. Exit code 1 if it does not fit.
     """
     if plans is not None:

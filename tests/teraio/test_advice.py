@@ -11,7 +11,7 @@ import pytest
 import planner
 from planner.problem import SolverSettings, live_bytes
 from planner.schema import Budgets, Lengths, Polynomial, Work
-from teraio.advice import Advice, Answer, advise, advise_geometry, cases, with_batch, with_state_bytes, with_storage_rate
+from teraio.advice import Advice, Answer, advise, advise_geometry, cases, with_batch, with_storage_rate
 
 from ..planner.traces import block, group, links, staged, subgroup, trace
 from ..thoroughness import by_profile
@@ -65,7 +65,6 @@ def test_each_case_is_answered() -> None:
         "without recomputation",
         "twice the batch",
         "twice the accumulation",
-        "optimizer states in bf16",
     ]
     asked = answers["as asked"]
     assert asked.fit == "yes" and asked.speed == 1.0 and asked.predicted is not None
@@ -104,7 +103,8 @@ def test_what_is_written_to_drives_in_a_day() -> None:
     asked = advise(training(host=False), Budgets(device_bytes=FLOOR), settings=SETTINGS).answers[0]
     assert asked.predicted is not None
     iterations = 86_400 / asked.predicted.iteration_seconds
-    assert asked.written_bytes_per_day == pytest.approx(iterations * asked.predicted.storage_written_bytes) > 0
+    written = iterations * asked.predicted.storage_written_bytes
+    assert written > 0 and asked.written_bytes_per_day == pytest.approx(written)
 
 
 def test_a_larger_batch_grows_what_depends_on_it() -> None:
@@ -115,8 +115,7 @@ def test_a_larger_batch_grows_what_depends_on_it() -> None:
     assert max(live_bytes(after)) > max(live_bytes(before))
 
 
-def test_smaller_states_and_faster_drives() -> None:
-    assert [b.size_bytes for b in with_state_bytes(training(), 0.5).blocks if b.kind == "optimizer_state"] == [16 * MIB]
+def test_faster_drives() -> None:
     faster = with_storage_rate(training(), 2).hardware
     assert [link.bytes_per_second for link in faster.links] == [2e8, 2e8, 1e9, 1e9]
 
