@@ -52,7 +52,7 @@ from planner.errors import (  # noqa: E402
 from teraio.given_options import GivenOptions  # noqa: E402
 from teraio.parked import Parked  # noqa: E402
 from teraio.version import __version__  # noqa: E402
-from teraio.watching import IterationStats, Stats, Status  # noqa: E402
+from teraio.watching import IterationStats, Status  # noqa: E402
 
 _Compiled = TypeVar("_Compiled", bound=Callable[..., Any])
 
@@ -65,7 +65,6 @@ __all__ = [
     "Parked",
     "PlanError",
     "RankError",
-    "Stats",
     "Status",
     "StorageError",
     "StorageFullError",
@@ -77,12 +76,10 @@ __all__ = [
     "capture",
     "compile",
     "manage_optimizer",
-    "node_status",
     "on_device",
     "on_iteration",
     "park",
     "reset",
-    "stats",
     "status",
     "step_done",
     "under_budget",
@@ -105,8 +102,8 @@ def compile(
     function that is no `torch.nn.Module`, returns the compiled function; the given one stays as it is.
 
     dynamic, fullgraph: as for `torch.compile`. options: see `docs/options.md`; those that are not given here come from
-    environment variables and the file that TERAIO_CONFIG names. Compiles nothing yet: the first call does, which may raise
-    BudgetError and StorageFullError. Raises OptionsError.
+    environment variables. Compiles nothing yet: the first call does, which may raise BudgetError and StorageFullError. Raises
+    OptionsError.
     """
     from teraio.backend import compile_in_place
     from teraio.options import parse_options
@@ -145,8 +142,6 @@ def capture(
     hardware: str | PathLike[str] = "h100",
     name: str | None = None,
     subgroup_bytes: int | None = None,
-    calibrate: str | PathLike[str] | None = None,
-    smaller: Callable[[], Callable[[], object]] | None = None,
     tokens: int | None = None,
     samples: int | None = None,
     lengths: tuple[int, int] | None = None,
@@ -166,8 +161,6 @@ def capture(
     itself, or its attribute `loss`.
     hardware: "h100", "h200", "a100", "rtx4090", "rtx5090", "laptop", or a file that describes a machine. name: of the trace.
     subgroup_bytes: how much of the optimizer is updated at once, parameters, gradients and states together.
-    calibrate: a trace that was measured on the hardware (option `trace_out`), of a training of a smaller size; efficiencies are
-    fitted to its times. smaller: that training, a function as above; default: the training that is captured.
     tokens, samples: how many a step processes, so that the trace tells them a second. It has the model's operations, too.
     lengths: the shortest and the longest of inputs of varying length: the function that takes one step gets a length then, and
     compiles its model with `dynamic=True`. The trace is of the longest, and tells sizes and times at all lengths between.
@@ -187,8 +180,6 @@ def capture(
         hardware=hardware,
         name=name,
         subgroup_bytes=subgroup_bytes,
-        calibrate=calibrate,
-        smaller=smaller,
         tokens=tokens,
         samples=samples,
         lengths=lengths,
@@ -199,24 +190,6 @@ def capture(
 def status() -> tuple[Status, ...]:
     """Return what every training run of this process is doing, in order of creation. Never waits for copies or plans."""
     return _registry().status()
-
-
-def node_status() -> dict[int, tuple[Status, ...]]:
-    """Return what the training runs of every rank of this machine are doing, by rank. Never waits.
-
-    Of other ranks it is what they told last, at the end of an iteration. A rank that has told nothing yet is missing. Only this
-    rank is there if it is the only one, or if there was no process group of torch.distributed at the first compiled call. Raises
-    RankError if the store through which ranks talk is gone.
-    """
-    return _registry().node_status()
-
-
-def stats(model: torch.nn.Module) -> Stats:
-    """Return what the run that trains this model is doing, and what its latest iterations took. Never waits.
-
-    model: compiled or not. Raises UnsupportedError if no run manages its parameters, as before the first step.
-    """
-    return _registry().stats(model)
 
 
 def on_iteration(watcher: Callable[[IterationStats], None]) -> Callable[[], None]:

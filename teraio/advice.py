@@ -1,6 +1,6 @@
 """Answers before a launch: does this training fit, how fast is it, what holds it up, what would change that. Needs no torch.
 
-The training is planned as asked for, and with one thing changed at a time: more of a machine, another batch, smaller states.
+The training is planned as asked for, and with one thing changed at a time: more of a machine, another batch.
 """
 
 from __future__ import annotations
@@ -64,9 +64,8 @@ class Answer(FrozenModel):
     work: of its iteration. floor_bytes: the smallest device budget; sliced_floor_bytes: the same where large parameters are
     updated in slices.
     predicted, holds_up: of the best plan; None and "" without one. holds_up: what its critical path spends the most time on,
-    besides computing. written_bytes_per_day: to the drives, in training without a break. lifetime_days: until the rated bytes
-    of the drives are written; None if that was not asked for, or if nothing is written. reason: why there is no plan. limited:
-    the search for the plan ended at the limit of time.
+    besides computing. written_bytes_per_day: to the drives, in training without a break.
+    reason: why there is no plan. limited: the search for the plan ended at the limit of time.
     """
 
     what: str
@@ -81,7 +80,6 @@ class Answer(FrozenModel):
     speed: float | None = None
     holds_up: str = ""
     written_bytes_per_day: float = 0.0
-    lifetime_days: float | None = None
     limited: bool = False
     reason: str = ""
     geometry: Geometry | None = None
@@ -99,17 +97,16 @@ def advise(
     budgets: Budgets,
     *,
     drives: int = 1,
-    rated_bytes: int | None = None,
     settings: SolverSettings,
     progress: Callable[[str], None] = lambda text: None,
     made: Made = lambda case, plan: None,
 ) -> Advice:
     """Plan each case, one after the other; waits for all of them.
 
-    drives: how many drives the storage tier of the trace has. rated_bytes: that may be written to each of them in its life (TBW).
-    progress: is told what is being planned. made: is given each case with its plan.
+    drives: how many drives the storage tier of the trace has. progress: is told what is being planned.
+    made: is given each case with its plan.
     """
-    answers = _answers(cases(trace, budgets, drives=drives), rated_bytes, settings, progress, made)
+    answers = _answers(cases(trace, budgets, drives=drives), settings, progress, made)
     return Advice(trace_name=trace.name, answers=tuple(answers))
 
 
@@ -120,7 +117,6 @@ def advise_geometry(
     step: int,
     unit: Unit = "tokens",
     drives: int = 1,
-    rated_bytes: int | None = None,
     settings: SolverSettings,
     progress: Callable[[str], None] = lambda text: None,
     made: Made = lambda case, plan: None,
@@ -132,14 +128,12 @@ def advise_geometry(
     OptionsError where no trace divides the step, and UnsupportedError as `with_passes` does.
     """
     divided = geometries(traces, budgets, step=step, unit=unit, drives=drives)
-    answers = _answers(divided, rated_bytes, settings, progress, made)
+    answers = _answers(divided, settings, progress, made)
     answers.sort(key=lambda each: (each.predicted.iteration_seconds if each.predicted else inf, each.floor_bytes))
     return Advice(trace_name=", ".join(dict.fromkeys(trace.name for trace in traces)), answers=tuple(answers))
 
 
-def _answers(
-    asked_for: Iterable[Case], rated_bytes: int | None, settings: SolverSettings, progress: Callable[[str], None], made: Made
-) -> list[Answer]:
+def _answers(asked_for: Iterable[Case], settings: SolverSettings, progress: Callable[[str], None], made: Made) -> list[Answer]:
     """Plan each case, one after the other. The first one is what others are held against, but for geometries."""
     answers: list[Answer] = []
     asked: planner.Plan | None = None
@@ -151,13 +145,11 @@ def _answers(
             asked = plan
         if plan is not None:
             made(case, plan)
-        answers.append(_answer(case, plan, fit, reason, asked, rated_bytes))
+        answers.append(_answer(case, plan, fit, reason, asked))
     return answers
 
 
-def _answer(
-    case: Case, plan: planner.Plan | None, fit: Fit, reason: str, asked: planner.Plan | None, rated_bytes: int | None
-) -> Answer:
+def _answer(case: Case, plan: planner.Plan | None, fit: Fit, reason: str, asked: planner.Plan | None) -> Answer:
     return Answer(
         what=case.what,
         fit=fit,
@@ -169,7 +161,7 @@ def _answer(
         work=case.trace.work,
         reason=reason,
         geometry=case.geometry,
-        **({} if plan is None else _figures(case, plan, asked, rated_bytes)),
+        **({} if plan is None else _figures(case, plan, asked)),
     )
 
 
@@ -192,16 +184,14 @@ def planned(
         return None, "none was found", str(error)
 
 
-def _figures(case: Case, plan: planner.Plan, asked: planner.Plan | None, rated_bytes: int | None) -> dict[str, Any]:
+def _figures(case: Case, plan: planner.Plan, asked: planner.Plan | None) -> dict[str, Any]:
     seconds = plan.replayed.iteration_seconds
     per_second = plan.replayed.storage_written_bytes / seconds if seconds else 0.0
-    lifetime = rated_bytes * case.drives / per_second / 86_400 if rated_bytes and per_second else None
     return {
         "predicted": plan.predicted,
         "speed": case.work * asked.replayed.iteration_seconds / seconds if asked is not None and seconds else None,
         "holds_up": what_holds_up(critical_path(case.trace, plan, planner.simulate(case.trace, plan)).seconds()),
         "written_bytes_per_day": per_second * 86_400,
-        "lifetime_days": lifetime,
         "limited": plan.solver.status == "time limit",
     }
 
@@ -216,7 +206,6 @@ def what_holds_up(path: Mapping[str, float]) -> str:
 
 _Model = TypeVar("_Model", bound=FrozenModel)
 _MORE = 1.25
-_FP32_STATE_BYTES = 8  # bytes of AdamW's two states in fp32 for each element
 
 
 def cases(trace: planner.Trace, budgets: Budgets, *, drives: int) -> Iterator[Case]:
@@ -241,8 +230,6 @@ def cases(trace: planner.Trace, budgets: Budgets, *, drives: int) -> Iterator[Ca
     yield replace(asked, what="twice the batch", trace=with_batch(trace, 2), work=2.0)
     with suppress(UnsupportedError):
         yield replace(asked, what="twice the accumulation", trace=with_passes(trace, 2), work=2.0)
-    if _has_fp32_states(trace):
-        yield replace(asked, what="optimizer states in bf16", trace=with_state_bytes(trace, 0.5))
 
 
 def geometries(traces: Sequence[planner.Trace], budgets: Budgets, *, step: int, unit: Unit, drives: int) -> Iterator[Case]:
@@ -337,18 +324,3 @@ def with_batch(trace: planner.Trace, factor: int) -> planner.Trace:
         work=trace.work and trace.work.times(factor),
         tiled=(),
     )
-
-
-def with_state_bytes(trace: planner.Trace, factor: float) -> planner.Trace:
-    """Return the trace with optimizer states of `factor` times the size."""
-    blocks = tuple(
-        block.model_copy(update={"size_bytes": int(block.size_bytes * factor)}) if block.kind == "optimizer_state" else block
-        for block in trace.blocks
-    )
-    return trace.rebuilt(blocks=blocks)
-
-
-def _has_fp32_states(trace: planner.Trace) -> bool:
-    states = sum(block.size_bytes for block in trace.blocks if block.kind == "optimizer_state" and block.movable)
-    elements = sum(subgroup.elements for subgroup in trace.subgroups)
-    return elements > 0 and states >= _FP32_STATE_BYTES * elements * 0.9

@@ -1,14 +1,13 @@
-"""The options: what each one means, and where it comes from: code, environment variables, a file.
+"""The options: what each one means, and where it comes from: code or environment variables.
 
 Nothing else in teraio reads environment variables, but for those of torchrun, see `teraio.ranks`.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,10 +35,9 @@ from teraio.option_kinds import require_directory as require_directory
 from teraio.ranks import rank_place
 
 _PREFIX = "TERAIO_"
-CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
-"""The environment variable that names the file."""
 # Options of earlier versions, and what there is instead.
 _REMOVED = {
+    "config": "teraio.compile(model, **options) takes in code what tomllib.load reads from a file",
     "live": "teraio.on_iteration tells a function of yours what each iteration took",
     "plan_cache_folder": "plans are kept in the folder teraio/plans below the one that the variable XDG_CACHE_HOME names",
     "unlink_spill_files": "spill files never have a name",
@@ -88,8 +86,8 @@ class ExpertOptions:
     measured."""
 
     replan: Switch = True
-    """Start late prefetches earlier, and plan again in the background when measured times differ from predicted times by more
-    than a tenth. `False`: the plan stays as it was made, and the log only reports the difference.
+    """Plan again in the background when measured times differ from predicted times by more than a tenth. `False`: the plan stays
+    as it was made, and the log only reports the difference.
 
     A plan given by the option `plan` is never changed."""
 
@@ -219,17 +217,18 @@ def kinds() -> dict[str, Kind]:
 
 
 def parse_options(given: Mapping[str, Any] | None) -> Options:
-    """Return the options, checked. Those given in code win over environment variables, and those over the file.
+    """Return the options, checked. Those given in code win over environment variables.
 
     An option that is None was not given. Raises OptionsError, which names the option, what was found and what is valid; also the
-    variable or the file, if it was found there.
+    variable, if it was found there.
     """
     options: dict[str, Any] = {"local_ranks": rank_place().local_world_size}
-    for source, values in _settings():
-        try:
-            options |= _checked(values)
-        except OptionsError as error:
-            raise OptionsError(f"{source}: {error}") from None
+    for variable, text in sorted(os.environ.items()):
+        if variable.startswith(_PREFIX) and text:  # an empty one gives nothing
+            try:
+                options |= _checked({variable.removeprefix(_PREFIX).lower(): _value_of_text(text)})
+            except OptionsError as error:
+                raise OptionsError(f"environment variable {printable(variable, most=100)}: {error}") from None
     parsed = Options(**options | _checked(given or {}))
     if parsed.codegen == "eager" and parsed.mode != "default":
         raise OptionsError(f"option mode: {parsed.mode!r} is for codegen='inductor'; leave out one of them")
@@ -262,36 +261,6 @@ def cache_folder() -> Path:
     """Return the folder in which teraio may keep files for later runs of this user. It need not exist."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "teraio"
-
-
-def _settings() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what the file and then each environment variable gives: where that was found, and values by option, not checked.
-
-    An empty variable gives nothing. Raises OptionsError if the file cannot be read or is no TOML.
-    """
-    file = os.environ.get(CONFIG_VARIABLE)
-    if file:
-        yield printable(file, most=100), _read_file(file)
-    for variable, text in sorted(os.environ.items()):
-        if variable.startswith(_PREFIX) and variable != CONFIG_VARIABLE and text:
-            option = variable.removeprefix(_PREFIX).lower()
-            yield f"environment variable {printable(variable, most=100)}", {option: _value_of_text(text)}
-
-
-def _read_file(name: str) -> dict[str, Any]:
-    shown = printable(name, most=100)
-    try:
-        path = Path(name).expanduser()
-        if path.exists() and not path.is_file():
-            raise OSError(errno.EINVAL, "it is no regular file")
-        content = path.read_bytes()
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no such user
-        why = getattr(error, "strerror", None) or error
-        raise OptionsError(f"environment variable {CONFIG_VARIABLE}: cannot read {shown}: {why}") from error
-    try:
-        return tomllib.loads(content.decode())
-    except (ValueError, RecursionError) as error:
-        raise OptionsError(f"{shown} is no TOML: {printable(str(error), most=100)}") from error
 
 
 def _value_of_text(text: str) -> Any:

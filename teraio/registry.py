@@ -28,7 +28,7 @@ from teraio.options import Options
 from teraio.parked import BESIDE, Parked
 from teraio.ranks import RankGroup, only_first_rank_informs, open_group, rank_place
 from teraio.training_run import RunParts, TrainingRun
-from teraio.watching import IterationStats, Stats, Status, with_waiting
+from teraio.watching import IterationStats, Status
 
 logger = logging.getLogger("teraio")
 
@@ -155,28 +155,6 @@ class Registry:
     def status(self) -> tuple[Status, ...]:
         """Return what every run is doing, in order of creation. See `teraio.status`."""
         return tuple(run.status() for run in self.runs())
-
-    def node_status(self) -> dict[int, tuple[Status, ...]]:
-        """Return what the runs of every rank of this machine are doing, by rank. See `teraio.node_status`."""
-        own = rank_place().rank
-        found: dict[int, tuple[Status, ...]] = {own: ()}
-        for run in self.runs():
-            told = {rank: run.status() if rank == own else run.told_by(rank) for rank in sorted({own, *run.ranks})}
-            for rank, status in with_waiting({rank: each for rank, each in told.items() if each is not None}).items():
-                found[rank] = (*found.get(rank, ()), status)
-        return dict(sorted(found.items()))
-
-    def stats(self, model: torch.nn.Module) -> Stats:
-        """Return the run that trains the model. See `teraio.stats`."""
-        parameters = list(model.parameters())
-        counts = [(run.count_managed(parameters), run) for run in self.runs()]
-        most, found = max(counts, key=lambda pair: pair[0], default=(0, None))
-        if found is None or not most:
-            raise UnsupportedError(
-                "stats: no run of teraio manages a parameter of this model; compile the model with teraio and train for a step "
-                "first"
-            )
-        return found.stats()
 
     def on_iteration(self, watcher: Callable[[IterationStats], None]) -> Callable[[], None]:
         """Call `watcher` with each iteration. See `teraio.on_iteration`."""

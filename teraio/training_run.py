@@ -6,12 +6,11 @@ What a phase does and when the next one begins: [Note: Phases] in `teraio.phases
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 import planner
-from planner.errors import BudgetError, RankError, UnsupportedError
+from planner.errors import BudgetError, UnsupportedError
 from runtime.execution import OperatorRunner, Program, Reruns, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import UNNAMED, Block, Pager
 from runtime.system import interruptible, uninterrupted
@@ -35,11 +34,10 @@ from teraio.planning import BackgroundPlanner, PlanCache, PlanningJob, StartJob,
 from teraio.profiling import Iteration, IterationBorder, LargestSizes, PeakWatch
 from teraio.ranks import RankGroup
 from teraio.stages import Codegen, CutPolicy, SpeedOf, StageCompiler, speed_of
-from teraio.watching import History, IterationStats, Stats, Status
+from teraio.watching import History, IterationStats, Status
 
 logger = logging.getLogger("teraio")
 
-_STATUS = "status"
 
 _AT_WORK = threading.RLock()
 """One for the process: what PyTorch traces with is not safe for threads, and models share budgets and drives."""
@@ -337,29 +335,8 @@ class TrainingRun:
             predicted = follower.predicted_seconds if follower is not None else None
             stats = self._history.note(ended.iteration, self._phase.name, predicted, run=self.number)
             self._phase = self._phase.iteration_ended(ended.iteration, compiled=ended.compiled)
-            self._tell_status()
             with interruptible():
                 self.on_iteration(stats)
-
-    def _tell_status(self) -> None:
-        """Tell the other ranks of this machine what the run is doing. If that fails, training will tell why soon enough."""
-        if self._ranks is None:
-            return
-        try:
-            self._ranks.tell(_STATUS, json.dumps(asdict(self.status())))
-        except RankError as error:
-            self._ranks = None
-            logger.warning("the other ranks of this machine are told no status any more: %s", error)
-
-    def told_by(self, rank: int) -> Status | None:
-        """Return what another rank of this machine has told of its run; None if it has told nothing. Raises RankError."""
-        text = None if self._ranks is None else self._ranks.told(_STATUS, rank)
-        return None if text is None else Status(**json.loads(text))
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of this machine; none if this is the only one, or if they do not hear of each other."""
-        return () if self._ranks is None else self._ranks.ranks
 
     # -- from outside
 
@@ -424,7 +401,6 @@ class TrainingRun:
             recomputed_bytes=sum(rerun.made_bytes for rerun in history.reruns),
             recompute_seconds=history.recompute_seconds,
             collective_seconds=history.collective_seconds,
-            waited_for_ranks_seconds=None,
             reserved_bytes=reserved_bytes,
             allocator_retries=self._machine.device.retries if reserved_bytes is not None else None,
             replans=found.replans,
@@ -433,10 +409,6 @@ class TrainingRun:
             stages=self._stages,
             distinct_stages=self.stage_compiler.distinct_stages,
         )
-
-    def stats(self) -> Stats:
-        """Return a snapshot with the latest iterations. Never waits. For any thread."""
-        return Stats(status=self.status(), iterations=self._history.latest)
 
     @contextlib.contextmanager
     def on_device(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
-
-from pydantic import TypeAdapter, ValidationError
-
-from planner.errors import FileFormatError
-from planner.schema import describe
 
 if TYPE_CHECKING:  # `import teraio` must not import torch
     from runtime.paging import Pager
@@ -20,8 +12,6 @@ if TYPE_CHECKING:  # `import teraio` must not import torch
     from teraio.profiling import Iteration, RerunRecord
 
 RunPhase = Literal["profile", "planning", "planned", "fits", "demand"]
-
-_LENGTH = 1000  # iterations that are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +35,7 @@ class Status:
     recomputed_stages, recomputed_bytes, recompute_seconds: forward stages that ran again in the last iteration, the size of
     what they recomputed, and how long they took.
     collective_seconds: seconds of the last iteration in collectives inside of graphs, by stage: their work, and waiting for other
-    ranks. Empty on a GPU, where the host does not wait. waited_for_ranks_seconds: what of them was waiting for the slowest rank;
-    only in `teraio.node_status()`, and only if all ranks of the machine have the same stages with collectives; else None.
+    ranks. Empty on a GPU, where the host does not wait.
     reserved_bytes: what PyTorch's allocator has taken from the GPU, handed out or not. allocator_retries: how often so far it had
     to wait for the GPU and take free memory away. None on CPU.
     replans: how often a plan made from measured times has replaced the plan before it.
@@ -74,7 +63,6 @@ class Status:
     recomputed_bytes: int
     recompute_seconds: float
     collective_seconds: dict[str, float]
-    waited_for_ranks_seconds: float | None
     reserved_bytes: int | None
     allocator_retries: int | None
     replans: int
@@ -82,28 +70,6 @@ class Status:
     plan_path: str | None
     stages: int
     distinct_stages: int
-
-
-def with_waiting(statuses: Mapping[int, Status]) -> dict[int, Status]:
-    """Return what the ranks of one training have told, by rank, with `waited_for_ranks_seconds`."""
-    waited = waited_for_ranks([status.collective_seconds for status in statuses.values()])
-    if waited is None:
-        return dict(statuses)
-    pairs = zip(statuses.items(), waited, strict=True)
-    return {rank: replace(status, waited_for_ranks_seconds=seconds) for (rank, status), seconds in pairs}
-
-
-def waited_for_ranks(seconds: Sequence[Mapping[str, float]]) -> tuple[float, ...] | None:
-    """Return by rank the seconds that it waited in collectives until the last rank had come.
-
-    seconds: by rank, those of each stage with collectives, both work and waiting. The rank that comes last does not wait: the
-    shortest time of all ranks is what the collectives of a stage take themselves, and the rest is waiting.
-    None if the ranks have no collectives, or not the same ones.
-    """
-    if len(seconds) < 2 or not seconds[0] or any(each.keys() != seconds[0].keys() for each in seconds):
-        return None
-    work = sum(min(each[stage] for each in seconds) for stage in seconds[0])
-    return tuple(max(sum(each.values()) - work, 0.0) for each in seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,14 +103,6 @@ class IterationStats:
         return self.moved_bytes.get(link, 0) / seconds if seconds else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stats:
-    """A run: its present state, and its latest iterations, the oldest first, up to 1,000."""
-
-    status: Status
-    iterations: tuple[IterationStats, ...]
-
-
 class History:
     """The iterations of one run. `note` is for the training thread, all else for any.
 
@@ -161,12 +119,6 @@ class History:
         self.reruns: Sequence[RerunRecord] = ()
         self.waited_seconds = self.recompute_seconds = 0.0
         self.collective_seconds: dict[str, float] = {}
-        self._iterations: deque[IterationStats] = deque(maxlen=_LENGTH)
-
-    @property
-    def latest(self) -> tuple[IterationStats, ...]:
-        """The iterations, the oldest first."""
-        return tuple(self._iterations)
 
     def note(self, iteration: Iteration, phase: RunPhase, predicted_seconds: float | None, *, run: int) -> IterationStats:
         """Take in an iteration that has ended, and whose times are known. run: its number, for `IterationStats`."""
@@ -192,26 +144,5 @@ class History:
             busy_seconds={link: value - self._busy_seconds.get(link, 0.0) for link, value in busy_seconds.items()},
         )
         self._moved_bytes, self._busy_seconds = moved_bytes, busy_seconds
-        self._iterations.append(stats)
         self.finished += 1
         return stats
-
-
-def read_iterations(path: str | os.PathLike[str]) -> tuple[IterationStats, ...]:
-    """Return the iterations of a file with one as JSON on each line. A last line that was cut short is left out.
-
-    Raises FileFormatError with the file, the line and what is wrong.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileFormatError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()  # the training was killed
-    form, found = TypeAdapter(IterationStats), []
-    for number, line in enumerate(lines, start=1):
-        try:
-            found.append(form.validate_json(line))
-        except ValidationError as error:
-            raise FileFormatError(f"{path}: line {number} is no measured iteration: {describe(error)}") from error
-    return tuple(found)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
-from teraio.options import CONFIG_VARIABLE, ExpertOptions, Options, kinds, variable_of
+from teraio.options import ExpertOptions, Options, kinds, variable_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "options.md"
@@ -39,17 +39,10 @@ compiled = torch.compile(model, backend="teraio", options={{"memory_budget": "24
 
 * A size is a number of bytes, or text such as `"24GiB"`, `"500MB"` or `"1.5 TB"`.
 * `None` has the same meaning as leaving the option out.
-* An option that is not given in code is taken from its environment variable, such as `TERAIO_MEMORY_BUDGET`. If that is
-  not set either, it is taken from the TOML file that `{CONFIG_VARIABLE}` names, where each option is a key:
-
-```toml
-memory_budget = "50%"
-storage = ["/mnt/nvme0", "/mnt/nvme1"]
-checksums = true
-```
-
-* The value of a variable is written as in that file; text needs no quotes: `TERAIO_STORAGE=/mnt/nvme`,
-  `TERAIO_CHECKSUMS=true`. An empty variable counts as not set.
+* An option that is not given in code is taken from its environment variable, such as `TERAIO_MEMORY_BUDGET`. Its value is
+  written as in a TOML file, but text needs no quotes: `TERAIO_STORAGE=/mnt/nvme`, `TERAIO_CHECKSUMS=true`,
+  `TERAIO_STORAGE='["/mnt/nvme0", "/mnt/nvme1"]'`. An empty variable counts as not set.
+* Options from a file: `teraio.compile(model, **tomllib.loads(Path("teraio.toml").read_text()))`.
 * Models that are compiled with equal options share one budget.
 * An unknown option or a wrong value raises `OptionsError`, which says what was found and what is allowed.
 """

@@ -23,7 +23,6 @@ from planner.problem.lifetimes import (
     floor,
     inactive_periods,
     live_bytes,
-    live_bytes_by_kind,
     mean_active_fraction,
     stage_floors,
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from planner.problem.recompute import RerunPlaces, recomputed, simple_sets
-from planner.schema import Block, BlockKind, Tier, Trace
+from planner.schema import Block, Tier, Trace
 
 # Where an update runs in slices, these take at most the parameter's size divided by this, with all that it allocates.
 SLICES_SHARE = 4
@@ -142,28 +142,13 @@ def mean_active_fraction(trace: Trace) -> float:
 
 def live_bytes(trace: Trace) -> list[int]:
     """Return, for each stage, the device bytes while it runs if nothing ever leaves the device; workspace is included."""
-    live = _existing_bytes(trace.blocks, len(trace.stages))
-    return [size + stage.workspace_bytes for size, stage in zip(live, trace.stages, strict=True)]
-
-
-def live_bytes_by_kind(trace: Trace) -> dict[BlockKind, list[int]]:
-    """Return, for each kind of block in the trace and each stage, the bytes of the blocks that exist while the stage runs.
-
-    Their sum plus the stage's workspace is `live_bytes`.
-    """
-    kinds: dict[BlockKind, list[Block]] = {}
-    for block in trace.blocks:
-        kinds.setdefault(block.kind, []).append(block)
-    return {kind: _existing_bytes(blocks, len(trace.stages)) for kind, blocks in kinds.items()}
-
-
-def _existing_bytes(blocks: Iterable[Block], stages: int) -> list[int]:
+    stages = len(trace.stages)
     change = [0] * (stages + 1)
-    for block in blocks:
+    for block in trace.blocks:
         first, last = (0, stages - 1) if block.persistent else (block.uses[0], block.last_stage)
         change[first] += block.size_bytes
         change[last + 1] -= block.size_bytes
-    return list(accumulate(change[:-1]))
+    return [size + stage.workspace_bytes for size, stage in zip(accumulate(change[:-1]), trace.stages, strict=True)]
 
 
 def stage_floors(trace: Trace) -> list[int]:

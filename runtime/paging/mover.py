@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import torch
 
@@ -25,10 +25,17 @@ _WRITTEN_BYTES = 8 << 20  # a block that leaves its file is written in pieces of
 Done = Callable[[StorageError | None], None]
 
 
+def nowhere() -> StorageError:
+    """Return the error of a block that has to leave where there is no lower tier."""
+    return StorageError("the model does not fit and there is nowhere to move blocks to; set the option storage to a directory")
+
+
 class Mover(Protocol):
     """Copies blocks between the device and the tiers below. The pager's lock guards the calls.
 
-    `copy_out` and `copy_in` return at once; the other calls are short.
+    `copy_out` and `copy_in` return at once; the other calls are short. The bodies here are for where there is no lower tier.
+
+    tiers: those below the device: slots, and the threads that copy.
 
     [Note: Two kinds of time]
     A copy that threads make has ended when its `Done` is called. A copy that the device makes by itself, in the order of its
@@ -37,9 +44,7 @@ class Mover(Protocol):
     copies out.
     """
 
-    @property
-    def tiers(self) -> Tiers:
-        """The tiers below the device: slots, and the threads that copy."""
+    tiers: Tiers
 
     def span(self, storage: torch.UntypedStorage, *, adopt: bool = False) -> Span | None:
         """Return the part of `storage` that can leave the device; None if the storage has to stay.
@@ -47,17 +52,22 @@ class Mover(Protocol):
         adopt: move its data to memory that it can leave from, unless it is there or must stay where it is. Waits for that. So
         comes in what an earlier run has left in its tiers; without that, it has to stay.
         """
+        return None
 
     def replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
         """Return those of `blocks` whose storages have other memory or size than the block was last seen with, or moved to."""
+        known = [(block, held) for block in blocks if (held := block.storage()) is not None]
+        return [b for b, held in known if held.nbytes() != b.size_bytes or held.data_ptr() != b.address]
 
     def begin_in_file(self, slot: Slot, kind: str) -> tuple[Block, torch.UntypedStorage]:
         """Return a new block with the name and the size of `slot`, which is in a file of the user and stands in for it, and its
         storage, which takes no memory. The caller gives the block its slot. Raises UnsupportedError, StorageError.
         """
+        raise nowhere()
 
     def together(self) -> AbstractContextManager[object]:
         """Return a context for copies that the training thread lets begin together: the device computes nothing new meanwhile."""
+        return nullcontext()
 
     def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
         """Begin to copy a block to a slot in `tier`; in the first tier with room if `tier` is full or None.
@@ -65,33 +75,39 @@ class Mover(Protocol):
         Returns whether the device makes the copy by itself. Raises StorageFullError if no tier has room, StorageError if the copy
         cannot begin.
         """
+        raise nowhere()
 
     def copy_in(self, block: Block, done: Done) -> bool:
         """Begin to copy a block from its slot into new memory. `install` gives that memory to the block's storage.
 
         Returns whether the device makes the copy by itself. Raises StorageError if the copy cannot begin.
         """
+        raise nowhere()
 
     def finished(self, blocks: Iterable[Block]) -> list[Block]:
         """Return `blocks` up to the first one from or to whose slot the device still copies. Copies out end in the order in which
         they began. Frees what copies needed that have ended meanwhile. Never waits.
         """
+        return list(blocks)
 
     def release(self, block: Block) -> None:
         """Free the memory of a block. From now on its slot, which is valid, stands in for it.
 
         A block that is DROPPED has no slot: its content is gone, and whoever accesses it gets an error.
         """
+        raise nowhere()
 
     def install(self, block: Block, fresh: torch.UntypedStorage | None = None) -> None:
         """Give the block's storage the memory that `copy_in` fills; or that of `fresh`, a storage of its size that ends here, and
         has its content. What it had is freed, after its copies."""
+        raise nowhere()
 
     def wait_resident(self, blocks: Sequence[Block]) -> None:
         """Make what the device does from now on wait until the copies in of these blocks have ended.
 
         In the debug mode the host waits too. Raises ChecksumError there if a block is not what it was when it left.
         """
+        return
 
     def copy_range(self, block: Block, begin_bytes: int, memory: torch.Tensor, *, to_slot: bool) -> RangeCopy:
         """Begin to copy between `memory`, a tensor of bytes on the device, and a range of a lent slot, from `begin_bytes` on.
@@ -100,16 +116,20 @@ class Mover(Protocol):
         ALIGNMENT_BYTES. Bytes beyond the slot's end are not copied. The caller owns the memory, and must not touch it before it
         has waited for the copy. The mover keeps it alive until then. Raises StorageError if the copy cannot begin.
         """
+        raise nowhere()
 
     def invalidate(self, blocks: Iterable[Block]) -> None:
         """The slots of blocks that are away may be changed, or were: by user code through what stands in for them, or by the
         host's processor. Drop what is cached or known of their content. Raises ChecksumError after the last one."""
+        return
 
     def leave_behind(self, block: Block) -> None:
         """The run ends, and the block is away: its slot stands in for it until its storage dies or another run takes it over."""
+        raise nowhere()
 
     def forget(self, block: Block) -> None:
         """The block is gone: free its slot."""
+        return
 
 
 def dropped_message(block: Block) -> str:
@@ -120,59 +140,11 @@ def dropped_message(block: Block) -> str:
     )
 
 
-def nowhere() -> StorageError:
-    """Return the error of a block that has to leave where there is no lower tier."""
-    return StorageError("the model does not fit and there is nowhere to move blocks to; set the option storage to a directory")
-
-
-class NullMover:
+class NullMover(Mover):
     """A `Mover` where there is nowhere to move blocks to: all stay."""
 
     def __init__(self) -> None:
         self.tiers = Tiers(())
-
-    def span(self, storage: torch.UntypedStorage, *, adopt: bool = False) -> Span | None:
-        return None
-
-    def replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
-        known = [(block, held) for block in blocks if (held := block.storage()) is not None]
-        return [b for b, held in known if held.nbytes() != b.size_bytes or held.data_ptr() != b.address]
-
-    def begin_in_file(self, slot: Slot, kind: str) -> NoReturn:
-        raise nowhere()
-
-    def together(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> NoReturn:
-        raise nowhere()
-
-    def copy_in(self, block: Block, done: Done) -> NoReturn:
-        raise nowhere()
-
-    def finished(self, blocks: Iterable[Block]) -> list[Block]:
-        return list(blocks)
-
-    def release(self, block: Block) -> None:
-        raise nowhere()
-
-    def install(self, block: Block, fresh: torch.UntypedStorage | None = None) -> None:
-        raise nowhere()
-
-    def wait_resident(self, blocks: Sequence[Block]) -> None:
-        """All are where they were."""
-
-    def copy_range(self, block: Block, begin_bytes: int, memory: torch.Tensor, *, to_slot: bool) -> NoReturn:
-        raise nowhere()
-
-    def invalidate(self, blocks: Iterable[Block]) -> None:
-        """None is away."""
-
-    def leave_behind(self, block: Block) -> NoReturn:
-        raise nowhere()
-
-    def forget(self, block: Block) -> None:
-        """It has no slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ import planner
 from planner.errors import OptionsError, UnsupportedError
 from planner.schema import MAX_TEXT_CHARACTERS
 from runtime.execution import StageFunction
-from teraio.capturing.hardware import MachineDescription, calibrated, matched
+from teraio.capturing.hardware import MachineDescription
 from teraio.capturing.modelled import DescribedHostRates, EagerWork, KnownValues, ModelledDevice, ModelledMachine
 from teraio.capturing.pretended_gpu import answering, pretended_gpu
 from teraio.machine import Shared
@@ -71,8 +71,6 @@ class _Capture:
         self.work = EagerWork(self._eager)
         self._flops: dict[torch.dtype, float] = defaultdict(float)  # of the model, in the step that runs
         self._phases: list[_CapturePhase] = []
-        self.executed: list[Sequence[Kernel]] = []
-        """The kernels of each stage of a compiled graph that has run, in order."""
 
     def _eager(self, kernel: Kernel) -> None:
         self._device.advance(self._description.stage_seconds([kernel]))
@@ -148,7 +146,6 @@ class _Capture:
             new = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in before}
             self._device.allocate(sum(new.values()) + workspace)
             self._device.advance(self._description.stage_seconds(kernels))
-            self.executed.append(kernels)
             if is_backward or not _in_backward():
                 for kernel in kernels:
                     self._flops[kernel.dtype] += 0.0 if is_backward and kernel.of_forward else kernel.model_flops
@@ -187,14 +184,12 @@ def capture(
     hardware: str | os.PathLike[str] | MachineDescription = "h100",
     name: str | None = None,
     subgroup_bytes: int | None = None,
-    calibrate: str | os.PathLike[str] | planner.Trace | None = None,
-    smaller: Callable[[], Step] | None = None,
     tokens: int | None = None,
     samples: int | None = None,
     lengths: tuple[int, int] | None = None,
     device_bytes: int | None = None,
 ) -> planner.Trace:
-    """See `teraio.capture`. hardware: may be a description, too. calibrate: may be a trace, too."""
+    """See `teraio.capture`. hardware: may be a description, too."""
     if REGISTRY.runs():
         raise UnsupportedError("teraio is training in this process; capture in another process, or call teraio.reset() first")
     if name is not None and len(name) > MAX_TEXT_CHARACTERS:
@@ -212,13 +207,6 @@ def capture(
     description = hardware if isinstance(hardware, MachineDescription) else MachineDescription.load(hardware)
     device = torch.device("cpu" if description.gpu is None else "cuda")
     training = _training(model_or_training, inputs, optimizer or torch.optim.AdamW, loss, device)
-    if calibrate is not None:
-        measured = calibrate if isinstance(calibrate, planner.Trace) else planner.Trace.load(calibrate)
-        profiles, captured = _run(smaller or training, description, measured.subgroup_bytes)
-        trace = profiles[0].trace
-        description = calibrated(description, matched(trace, captured.executed, measured))
-    elif smaller is not None:
-        raise OptionsError("capture: smaller is the training of a measured trace; give that trace as calibrate")
     told = () if lengths is None else _between(*lengths)
     profiles, captured = _run(training, description, subgroup_bytes, told, device_bytes)
     trace = (with_lengths(profiles, told) if told else profiles[0]).trace
@@ -227,14 +215,9 @@ def capture(
             f"capture: from length {lengths[0]} to {lengths[1]} the step does not run one graph with one symbolic size; compile "
             "with dynamic=True, and take a range in which the step does the same"
         )
-    created_by = f"teraio, torch {torch.__version__}, captured for {description.hardware.name}"
-    if calibrate is not None:
-        created_by += (
-            f", fitted: clock share {description.clock_share:.2f}, memory efficiency {description.memory_efficiency:.2f}"
-        )
     return trace.rebuilt(
         name=name or getattr(training, "__name__", "capture"),
-        created_by=created_by,
+        created_by=f"teraio, torch {torch.__version__}, captured for {description.hardware.name}",
         work=captured.work_of_step(tokens, samples),
     )
 

@@ -1,8 +1,4 @@
-"""Descriptions of machines: what a GPU computes and moves in a second, as JSON files, and fitted to measured traces.
-
-The measured training is captured too, which gives the kernels of each stage. The fit is over the two classes of kernels: those
-that are bound by arithmetic (matmuls, convolutions, attention) and those that are bound by memory traffic.
-"""
+"""Descriptions of machines: what a GPU computes and moves in a second, as JSON files."""
 
 from __future__ import annotations
 
@@ -13,11 +9,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from planner import Trace
 from planner.errors import OptionsError, TraceError
 from planner.schema import FrozenModel, Hardware, Rate, read_model
 from teraio.capturing.pretended_gpu import GpuModel
@@ -156,67 +150,3 @@ def known_machines() -> list[str]:
     """Return the names of the machines that come with teraio."""
     files = resources.files("teraio.capturing").joinpath("machines").iterdir()
     return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
-
-
-# -- efficiencies from a measured trace
-
-Measured = tuple[float, Sequence[Kernel]]
-"""A stage: the seconds that it took, and its kernels."""
-
-_PHASES = ("forward", "backward")
-_GRID = 41
-_ROUNDS = 6
-_WIDEST = 1000.0
-"""Efficiencies are looked for from 1 / _WIDEST to _WIDEST of the given ones."""
-
-
-def matched(captured: Trace, executed: Sequence[Sequence[Kernel]], measured: Trace) -> list[Measured]:
-    """Return the stages of compiled graphs that both traces have, by name.
-
-    executed: the kernels of these stages of `captured`, in order. Raises OptionsError if most stages of `measured` are not found.
-    """
-    work: dict[str, list[Sequence[Kernel]]] = {}
-    names = [stage.name for stage in captured.stages if stage.phase in _PHASES]
-    for name, kernels in zip(names, executed[-len(names) :], strict=True):
-        work.setdefault(name, []).append(kernels)
-    wanted = [stage for stage in measured.stages if stage.phase in _PHASES]
-    found = [(stage.duration_seconds, work[stage.name].pop(0)) for stage in wanted if work.get(stage.name)]
-    if not wanted or 2 * len(found) < len(wanted):
-        raise OptionsError(
-            f"calibrate: the trace {measured.name!r} has {len(wanted)} stages of compiled graphs, and the training that was "
-            f"captured for it has {len(found)} of them; give the training (smaller) that this trace was measured in"
-        )
-    return found
-
-
-def calibrated(description: MachineDescription, stages: Sequence[Measured]) -> MachineDescription:
-    """Return the machine with the clock and the memory's efficiency that fit best: the sum of |estimated − measured| is least.
-
-    An efficiency of more than 1 means that the peak of the memory was too low: it is raised, and the efficiency is 1.
-    """
-    costs = np.array([description.costs(kernel) for _, work in stages for kernel in work]).reshape(-1, 3).T
-    counts = [len(work) for _, work in stages]
-    of_stage = np.repeat(np.arange(len(stages)), counts)
-    host, measured = np.array(counts) * description.operator_seconds, np.array([seconds for seconds, _ in stages])
-
-    def error(factors: tuple[float, float]) -> float:
-        """Of the clock times the first factor, and the memory's rate times the second one."""
-        seconds = np.maximum(np.maximum(costs[0] / factors[0], costs[1] / factors[1]), costs[2]) + description.launch_seconds
-        estimated = np.bincount(of_stage, weights=seconds, minlength=len(stages))
-        return float(np.abs(np.maximum(estimated, host) - measured).sum())
-
-    arithmetic, traffic, width = 1.0, 1.0, _WIDEST
-    for _ in range(_ROUNDS):  # a grid over both, and then finer grids around the best point
-        steps = np.geomspace(1 / width, width, _GRID)
-        tried = [(float(arithmetic * one), float(traffic * other)) for one in steps for other in steps]
-        arithmetic, traffic = min(tried, key=error)
-        width = float(steps[_GRID // 2 + 1]) ** 2  # two steps to each side
-    reached = description.memory_efficiency * traffic
-    return description.model_copy(
-        update={
-            "clock_share": description.clock_share * arithmetic,
-            "memory_efficiency": min(reached, 1.0),
-            "memory_bytes_per_second": description.memory_bytes_per_second * max(reached, 1.0),
-            "sources": f"{description.sources} Clock and memory: fitted to {len(stages)} measured stages.".strip(),
-        }
-    )

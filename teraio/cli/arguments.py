@@ -57,7 +57,7 @@ WriteWeight = Annotated[
     _of_solver(
         "Seconds of iteration time that the planner may give up to save one second of copying from the device. Up to the "
         "default, it only chooses among plans that are not slower than those of other policies. Raise it where drives wear out "
-        "too soon ('inspect PLAN --tbw' shows how long they last): 0.1 gives up one second for every ten seconds less of writing."
+        "too soon ('teraio advise' shows what is written a day): 0.1 gives up one second for every ten seconds less of writing."
     ),
 ]
 

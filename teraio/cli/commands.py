@@ -17,7 +17,7 @@ from planner.schema import printable
 from teraio import __version__
 from teraio.cli.arguments import as_options, with_solver_options
 from teraio.cli.machine_commands import advise, capture, doctor
-from teraio.cli.plan_commands import compare, inspect, plan, schema, simulate, sweep
+from teraio.cli.plan_commands import inspect, plan, schema, simulate, sweep
 from teraio.cli.report.command import report
 
 app = typer.Typer(
@@ -63,7 +63,6 @@ _COMMANDS: dict[Callable[..., None], str] = {
     capture: "capture module:function --hardware rtx4090 --tokens 8192 -o trace.json",
     advise: "advise trace.json --device 24GB --host 64GB",
     simulate: "simulate trace.json plan.json",
-    compare: "compare trace.json --device 24GiB --host 64GiB",
     sweep: "sweep trace.json --device 8GiB:80GiB:10",
     inspect: "inspect plan.json --trace trace.json --rows 30",
     with_solver_options(report): "report plan.json --trace trace.json -o report.html",

@@ -39,7 +39,6 @@ from teraio.cli.output import (
     show_or_print,
     some_seconds,
     working,
-    write_file,
 )
 from teraio.cli.trace_summary import summarise_trace, tiles_of, trace_page
 from teraio.options import require_directory
@@ -57,14 +56,6 @@ def capture(
     name: Annotated[str | None, typer.Option(help="Name of the trace.", show_default="that of the function")] = None,
     subgroup: Annotated[
         str | None, typer.Option(help="How much of the optimizer is updated at once, such as 256MiB.", show_default="chosen")
-    ] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(help="A trace measured on the machine, of a training of a smaller size: times are fitted to it."),
-    ] = None,
-    smaller: Annotated[
-        str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="The training of that trace.", show_default="the one that is captured"),
     ] = None,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a step, to show them a second.", show_default="none")
@@ -105,8 +96,6 @@ def capture(
             hardware=hardware,
             name=name,
             subgroup_bytes=size,
-            calibrate=calibrate,
-            smaller=None if smaller is None else _function_of(smaller),
             tokens=tokens,
             samples=samples,
             lengths=between,
@@ -152,7 +141,6 @@ def advise(
         int | None, typer.Option(min=1, help="The same for samples, such as images.", show_default="none")
     ] = None,
     drives: Annotated[int, typer.Option(min=1, help="Number of drives behind the storage tier of the trace.")] = 1,
-    tbw: Annotated[str | None, typer.Option(help="Rated bytes written of each drive (TBW), such as 600TB.")] = None,
     plans: Annotated[Path | None, typer.Option(help="Directory for the traces and plans behind each line.")] = None,
     as_json: AsJson = False,
     *,
@@ -160,7 +148,7 @@ def advise(
 ) -> None:
     """Say whether TRACE fits, how fast it is, what holds it up, and what would change that.
 
-    Tried are more memory, one more drive, a larger batch, more accumulation, smaller states; with --tokens-per-step, all
+    Tried are more memory, one more drive, a larger batch, more accumulation; with --tokens-per-step, all
     microbatches that the traces have, pass by pass and layer by layer. Exit code 1 if it does not fit.
     """
     if plans is not None:
@@ -181,9 +169,8 @@ def advise(
             save(made, plans / f"{name}.plan.json")
 
     budgets = arguments.budgets(arguments.size("--device", device), host, storage)
-    rated = None if tbw is None else arguments.size("--tbw", tbw)
     with working("planning") as progress:
-        given: dict[str, Any] = {"drives": drives, "rated_bytes": rated, "settings": settings, "progress": progress, "made": keep}
+        given: dict[str, Any] = {"drives": drives, "settings": settings, "progress": progress, "made": keep}
         if asked:
             ((unit, step),) = asked
             found = advise_geometry(loaded, budgets, step=step, unit=unit, **given)
@@ -213,7 +200,6 @@ def _geometry_page(advice: Data) -> Page:
         **{f">moved {link}": _moved(link) for link in (best["predicted"] or {"moved_bytes": ()})["moved_bytes"]},
         "held up by": _held_up,
         ">recomputed": lambda answer: answer["predicted"] and some_seconds(answer["predicted"].get("recompute_seconds")),
-        ">drives last": _lifetime,
     }
     page: list[Table | Facts | str] = [Facts(overview), Table(columns=columns, rows=answers)]
     if any(answer["geometry"]["order"] == "layer by layer" for answer in answers):
@@ -234,10 +220,6 @@ def _moved(link: str) -> Column:
 def _sliced_floor(answer: Data) -> str:
     less = answer["sliced_floor_bytes"] < answer["floor_bytes"]
     return exact_bytes(answer["sliced_floor_bytes"]) if less else ""
-
-
-def _lifetime(answer: Data) -> str:
-    return "" if answer["lifetime_days"] is None else f"{answer['lifetime_days']:,.0f} days"
 
 
 def _advice_page(advice: Data) -> Page:
@@ -264,7 +246,6 @@ def _advice_page(advice: Data) -> Page:
         "held up by": _held_up,
         ">recomputed": lambda answer: answer["predicted"] and some_seconds(answer["predicted"].get("recompute_seconds")),
         ">written a day": _written,
-        ">drives last": _lifetime,
     }
     return Facts(overview), Table(columns=columns, rows=advice["answers"])
 
@@ -286,30 +267,21 @@ def _written(answer: Data) -> str:
 def doctor(
     storage: Annotated[list[Path] | None, typer.Option(help="A directory for spill files. May be repeated.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.", show_default="cuda where there is a GPU")] = "",
-    hardware_out: Annotated[
-        Path | None, typer.Option(help="Where to write a description of this machine, for capture. Measures for half a minute.")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Look at this machine: software, memory, drives.
 
     Says what is missing or slow, what follows, and what to do. Needs torch. Exit code 1 if something is missing.
     """
-    if hardware_out is not None:
-        require_directory("--hardware-out", hardware_out.parent)
     import torch
 
-    from teraio.doctor import examine, measured_machine
+    from teraio.doctor import examine
 
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen not in ("cpu", "cuda"):
         raise planner.OptionsError(f"option --device: found {device!r}, wanted cpu or cuda")
-    where, directories = torch.device(chosen), storage or []
     with working("looking at this machine"):
-        found = examine(directories, where)
-        described = None if hardware_out is None else measured_machine(directories, where)
-    if hardware_out is not None and described is not None:
-        write_file(hardware_out, described.model_dump_json(by_alias=True, indent=1) + "\n")
+        found = examine(storage or [], torch.device(chosen))
     styles = {"ok": "green", "note": "", "slow": "yellow", "missing": "bold red"}
     columns: dict[str, Column] = {
         "looked at": "what",
@@ -319,9 +291,6 @@ def doctor(
         "what to do": "remedy",
     }
     data = data_of(found)
-    page: list[Table | Facts] = [Table(columns=columns, rows=data["findings"])]
-    if hardware_out is not None:
-        page.append(Facts({"written": str(hardware_out), "for": f"teraio capture --hardware {hardware_out}"}))
-    show_or_print(data, page, as_json=as_json)
+    show_or_print(data, [Table(columns=columns, rows=data["findings"])], as_json=as_json)
     if not found.healthy:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""The commands about plans and traces: plan, simulate, compare and sweep; inspect shows what is in a file, schema its format."""
+"""The commands about plans and traces: plan, simulate and sweep; inspect shows what is in a file, schema its format."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import typer
 
 import planner
 from planner.errors import FileFormatError, PlanError
-from planner.policies import POLICIES
 from planner.problem import SolverSettings
 from planner.schema import printable, read_format, told
 from teraio.cli import arguments
 from teraio.cli.arguments import AsJson, Device, Host, PlanFile, Policy, Rows, Storage, TraceFile, with_solver_options
-from teraio.cli.comparison import compare_policies, comparison_page, sweep_budgets, sweep_page
 from teraio.cli.lengths import histogram, lengths_facts, lengths_of_plan, lengths_table
 from teraio.cli.output import data_of, save, show_or_print, working, write_out
 from teraio.cli.plan_summary import plan_page, summarise_plan
 from teraio.cli.replay_summary import replay_page, summarise_replay
+from teraio.cli.sweeping import sweep_budgets, sweep_page
 from teraio.cli.trace_summary import summarise_trace, trace_page
 from teraio.options import require_directory
 
@@ -98,30 +97,6 @@ def simulate(
 
 
 @with_solver_options
-def compare(
-    trace: TraceFile,
-    device: Device,
-    host: Host = None,
-    storage: Storage = None,
-    policy: Annotated[list[str] | None, typer.Option(help="A policy to compare. May be repeated.", show_default="all")] = None,
-    as_json: AsJson = False,
-    *,
-    settings: SolverSettings,
-) -> None:
-    """Plan TRACE with every policy under the same budgets.
-
-    Shows how long each waits, and a bound that no plan can beat.
-    """
-    budgets = arguments.budgets(arguments.size("--device", device), host, storage)
-    loaded = planner.Trace.load(trace)
-    with working("planning") as progress:
-        found = compare_policies(loaded, budgets, policy or list(POLICIES), settings=settings, progress=progress)
-    if found["lower_bound_seconds"] is None:
-        raise planner.TeraioError(f"no policy finds a plan: {found['verdicts'][0]['error']}")
-    show_or_print(found, comparison_page(found), as_json=as_json)
-
-
-@with_solver_options
 def sweep(
     trace: TraceFile,
     device: Annotated[
@@ -151,30 +126,27 @@ def sweep(
 
 def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace or a plan.")],
-    trace: Annotated[Path | None, typer.Option(help="The trace of the plan, for names, sizes and stalls.")] = None,
-    tbw: Annotated[
-        str | None, typer.Option(help="Rated bytes written of the drives (TBW), such as 600TB. Shows how long they last.")
-    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="The trace of the plan.")] = None,
     as_json: AsJson = False,
     rows: Rows = 10,
 ) -> None:
     """Show what a trace or a plan contains.
 
-    A trace: stages, memory over time, idle blocks, updates that can run on the host, the smallest budget. A plan: moves, updates
-    on the host, predictions; with --trace also why each block moves and why the iteration takes as long as it does.
+    A trace: stages, idle blocks, updates that can run on the host, the smallest budget. A plan, with
+    --trace: moves and why, updates on the host, predictions, and why the iteration takes as long as it does.
     """
     loaded = _load(file)
     if isinstance(loaded, planner.Plan):
-        named = None if trace is None else planner.Trace.load(trace)
+        if trace is None:
+            raise planner.OptionsError(f"option --trace: {file} is a plan; give the trace that it was made for")
+        named = planner.Trace.load(trace)
         by_length = lengths_of_plan(loaded, named)
-        found = summarise_plan(loaded, named, rated_bytes=None if tbw is None else arguments.size("--tbw", tbw))
+        found = summarise_plan(loaded, named)
         page = [*plan_page(found, rows), lengths_table(by_length)]
         show_or_print({**found, "lengths": by_length}, page, as_json=as_json)
         return
     if trace is not None:
         raise planner.OptionsError(f"option --trace: {file} is a trace itself; leave the option out")
-    if tbw is not None:
-        raise planner.OptionsError(f"option --tbw: {file} is a trace; only a plan tells what is written")
     found = summarise_trace(loaded)
     show_or_print(found, trace_page(found, rows), as_json=as_json)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import TypeVar
 
 import planner
-from planner.problem import block_activities, host_updatable, live_bytes, live_bytes_by_kind, mean_active_fraction
+from planner.problem import block_activities, host_updatable, live_bytes, mean_active_fraction
 from planner.schema import WaitingTier, short_fingerprint
 from teraio.cli.lengths import lengths_of_trace, trace_lengths_table
 from teraio.cli.output import (
@@ -25,9 +25,6 @@ from teraio.cli.output import (
     work_of,
 )
 
-_LEVELS = "·▁▂▃▄▅▆▇█"
-_COLUMNS = 60  # characters over which the stages are spread: a line of a terminal has room for them beside two columns
-
 Item = TypeVar("Item")
 Key = TypeVar("Key")
 
@@ -42,13 +39,12 @@ def summarise_trace(trace: planner.Trace) -> Data:
     `tiles`: see `tiles_of`. `lengths`: time, peak and floor by the length of inputs; empty where that does not vary.
     `updates`: on the device (all subgroups), then on the host (those that can be updated there); empty without subgroups.
     `recompute`: how many stages can run again, the blocks that they make, the time that this and copying them would take, and
-    why the others cannot. `stages`: `live_bytes` is what is on the device meanwhile if no block ever leaves, with the workspace;
-    `bytes_by_kind` the same by kind of block, without it. `blocks`: see `block_summaries`; largest first.
+    why the others cannot. `stages`: `live_bytes` is what is on the device meanwhile if no block ever leaves. `blocks`: see
+    `block_summaries`; largest first.
     """
     live = live_bytes(trace)
     peak_stage = max(range(len(live)), key=live.__getitem__)
     floor_bytes, floor_stage = planner.floor(trace)
-    kinds = live_bytes_by_kind(trace)
     return {
         "name": trace.name,
         "created_by": trace.created_by,
@@ -80,14 +76,7 @@ def summarise_trace(trace: planner.Trace) -> Data:
         "lengths": lengths_of_trace(trace),
         "updates": _updates(trace),
         "recompute": _recompute(trace),
-        "stages": [
-            {
-                **dict(stage),
-                "live_bytes": live[stage.id],
-                "bytes_by_kind": {kind: sizes[stage.id] for kind, sizes in kinds.items()},
-            }
-            for stage in trace.stages
-        ],
+        "stages": [{**dict(stage), "live_bytes": live[stage.id]} for stage in trace.stages],
         "blocks": sorted(block_summaries(trace), key=lambda block: (-block["size_bytes"], block["id"])),
     }
 
@@ -192,7 +181,7 @@ def _recompute(trace: planner.Trace) -> Data:
 
 
 def trace_page(trace: Data, rows: int) -> Page:
-    """Show overview, phases, kinds of blocks, optimizer subgroups, memory over time, links and their shared rates.
+    """Show overview, phases, kinds of blocks, optimizer subgroups, links and their shared rates.
 
     Then `rows` each of the longest stages, of the largest blocks and of those with the longest inactive periods.
     """
@@ -226,7 +215,6 @@ def trace_page(trace: Data, rows: int) -> Page:
         Table(columns=kinds, rows=trace["kinds"]),
         Table(columns=updates, rows=trace["updates"]),
         Table(columns=reasons, rows=trace["recompute"]["not_recomputed"]),
-        _memory(trace),
         *_links(trace["hardware"]),
         *_longest(trace, rows),
     )
@@ -254,33 +242,6 @@ def _links(hardware: Data) -> Page:
         "by": lambda rate: ", ".join(rate["links"]),
     }
     return Table(columns=links, rows=hardware["links"]), Table(columns=shared, rows=hardware["shared"])
-
-
-def _memory(trace: Data) -> Table:
-    """Return a row of bars for each kind of block: its bytes over the iteration if no block ever leaves."""
-    stages, full = trace["stages"], trace["peak_bytes"]
-    count = min(len(stages), _COLUMNS)
-    columns = [range(len(stages) * n // count, len(stages) * (n + 1) // count) for n in range(count)]
-
-    def bars(kind: str, sizes: Sequence[int]) -> Data:
-        shown = "".join(_bar(max(sizes[stage] for stage in column), full) for column in columns)
-        return {"kind": kind, "most_bytes": max(sizes), "bars": shown}
-
-    return Table(
-        title="memory over time if nothing moves (f forward, b backward, o optimizer, u user)",
-        columns={"kind": "kind", ">most at once": "most_bytes", "|stage after stage": "bars"},
-        rows=[
-            {"kind": "phase", "bars": "".join(stages[column[0]]["phase"][0] for column in columns)},
-            *(bars(each["kind"], [stage["bytes_by_kind"][each["kind"]] for stage in stages]) for each in trace["kinds"]),
-            bars("workspace", [stage["workspace_bytes"] for stage in stages]),
-            bars("in all", [stage["live_bytes"] for stage in stages]),
-        ],
-    )
-
-
-def _bar(size_bytes: int, full_bytes: int) -> str:
-    """Return a character that shows a size as a share of `full_bytes`, rounded up; a dot for 0."""
-    return _LEVELS[-(-size_bytes * (len(_LEVELS) - 1) // full_bytes) if full_bytes else 0]
 
 
 def _longest(trace: Data, rows: int) -> Page:

@@ -2,4 +2,4 @@
 
 from teraio.planning.background import BackgroundPlanner, PlanMade, PlanningJob, StartJob
 from teraio.planning.plan_cache import PlanCache, WarmStart
-from teraio.planning.plan_files import fit_given_plan, record_plan, save
+from teraio.planning.plan_files import fit_given_plan, save

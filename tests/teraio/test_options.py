@@ -25,14 +25,6 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TERAIO_PLAN_CACHE")
 
 
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that TERAIO_CONFIG names; the test writes it."""
-    path = tmp_path / "teraio.toml"
-    monkeypatch.setenv("TERAIO_CONFIG", str(path))
-    return path
-
-
 def refusal(given: Any) -> str | None:
     """The message of the refusal, which is one short line that can be printed; None if the options are taken."""
     try:
@@ -233,7 +225,6 @@ def test_no_sizes(value: Any) -> None:
         ("TERAIO_DEBUG", "True", {"debug": True}),
         ("TERAIO_SOLVER_TIME_LIMIT", "2.5", {"solver_time_limit": 2.5}),
         ("TERAIO_CODEGEN", "", {}),
-        ("TERAIO_CONFIG", "", {}),
     ],
 )
 def test_values_of_variables(variable: str, text: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,12 +232,11 @@ def test_values_of_variables(variable: str, text: str, expected: dict[str, Any],
     assert parse_options({}) == Options(**expected)
 
 
-def test_code_wins_over_variables_and_variables_win_over_the_file(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config.write_text('memory_budget = "1GiB"\nstorage = ["/tmp"]\nprofile_iterations = 7\nreplan = false\n')
+def test_code_wins_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERAIO_MEMORY_BUDGET", "2GiB")
     monkeypatch.setenv("TERAIO_STORAGE", "/var/tmp")
     found = parse_options({"memory_budget": "3GiB", "storage": None})
-    assert found == Options(memory_budget=3 << 30, storage=(Path("/var/tmp"),), profile_iterations=7, replan=False)
+    assert found == Options(memory_budget=3 << 30, storage=(Path("/var/tmp"),))
 
 
 @pytest.mark.parametrize(
@@ -254,35 +244,13 @@ def test_code_wins_over_variables_and_variables_win_over_the_file(config: Path, 
     [
         ("TERAIO_MEMORY_BUDGTE", "1GiB", "unknown option 'memory_budgte'; valid options are checksums, codegen, debug"),
         ("TERAIO_MEMORY_BUDGET", "lots", "option memory_budget: found 'lots', wanted a number of bytes"),
+        ("TERAIO_CONFIG", "options.toml", "option config was removed: teraio.compile(model, **options) takes"),
         ("TERAIO_STORAGE", "/no/such/folder", "option storage: /no/such/folder is not a directory; create it first"),
     ],
 )
 def test_mistakes_name_the_variable(variable: str, text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, text)
     assert (refusal({}) or "").startswith(f"environment variable {variable}: {message}")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"memory_budgte = 1", ": unknown option 'memory_budgte'; valid options are checksums"),
-        (b"memory_budget = 0", ": option memory_budget: found 0, wanted a number of bytes"),
-        (b"[teraio]\nreplan = false", ": unknown option 'teraio'"),
-        (b"memory_budget = 24GiB", " is no TOML: "),
-        (b"# \xff", " is no TOML: "),
-        (b"storage = " + b"[" * 5000, " is no TOML: "),
-        (b"a" * 5000 + b" = 1", ": unknown option "),
-        (b"profile_iterations = " + b"9" * 6000, ""),
-        (b'plan = "a\\u0000b"', ": option plan: found "),
-    ],
-)
-def test_mistakes_name_the_file(content: bytes, message: str, config: Path) -> None:
-    config.write_bytes(content)
-    assert (refusal({}) or "").startswith(f"{config}{message}")
-
-
-def test_a_file_that_is_not_there(config: Path) -> None:
-    assert refusal({}) == f"environment variable TERAIO_CONFIG: cannot read {config}: No such file or directory"
 
 
 # -- odd values: each is taken, or ends in one short line that names the option
@@ -324,12 +292,6 @@ ODD = st.one_of(
 def test_values_in_code(name: str, value: Any) -> None:
     message = refusal({name: value})
     assert message is None or f"option {name}: " in message
-
-
-@pytest.mark.parametrize("name", ["~no-such-user/teraio.toml", "n" * 300, "/dev/null", "/tmp", "\udc80"])
-def test_names_of_files(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERAIO_CONFIG", name)
-    assert "TERAIO_CONFIG" in (refusal({}) or "")
 
 
 @pytest.mark.parametrize("value", ["٣", "9" * 6000, "1 ", "\udc80" * 5000])

@@ -42,8 +42,8 @@ def script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 
 
 NAMES = """
-    IterationStats Parked Stats Status __version__ capture compile manage_optimizer node_status on_device on_iteration
-    park reset stats status step_done under_budget wait_for_plan
+    IterationStats Parked Status __version__ capture compile manage_optimizer on_device on_iteration
+    park reset status step_done under_budget wait_for_plan
 """
 ERRORS = """
     BudgetError CheckpointError ChecksumError OptionsError PlanError RankError StorageError StorageFullError StorageIOError

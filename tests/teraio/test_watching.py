@@ -1,9 +1,7 @@
-"""What a real training under a budget tells: teraio's data and its file, and what torch.profiler shows of it."""
+"""What a real training under a budget tells: teraio's data, and what torch.profiler shows of it."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
 import signal
 from collections.abc import Callable
@@ -12,14 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 import teraio
-from planner import UnsupportedError
-from planner.errors import FileFormatError
-from teraio.watching import read_iterations, waited_for_ranks
 
 from ..training import MIB, Training, mean_square_step, random_rows, weights_of_1_mib
 
@@ -37,13 +31,10 @@ def test_what_is_watched_agrees(tmp_path: Path, quick_links: None) -> None:
     try:
         options = {"memory_budget": 11 * MIB, "storage": tmp_path, "profile_iterations": 9}
         training = weights_of_1_mib(options, count=8, momentum=0.9)
-        with pytest.raises(UnsupportedError, match="stats: no run of teraio manages a parameter of this model"):
-            teraio.stats(training.model)
         training.run(random_rows(STEPS), stepping(training))
-        stats = teraio.stats(training.model)
-        assert stats.iterations == tuple(told) and [each.iteration for each in told] == list(range(STEPS))
+        assert [each.iteration for each in told] == list(range(STEPS))
         (status,) = training.progress[-1]
-        assert stats.status.iterations == STEPS and {each.phase for each in told} == {"profile"}
+        assert status.iterations == STEPS and {each.phase for each in told} == {"profile"}
         for link, moved in status.moved_bytes.items():
             assert sum(each.moved_bytes[link] for each in told) <= moved, "copies may go on between two iterations"
         last = told[-1]
@@ -56,8 +47,6 @@ def test_what_is_watched_agrees(tmp_path: Path, quick_links: None) -> None:
         for end in ends:
             end()
             end()  # not twice
-    with pytest.raises(UnsupportedError, match="compile the model with teraio and train for a step first"):
-        teraio.stats(nn.Linear(2, 2))
 
 
 def test_what_a_watcher_raises_the_loop_raises() -> None:
@@ -98,74 +87,6 @@ def test_a_watcher_is_interrupted_at_once_and_may_replace_handlers(tmp_path: Pat
         signal.signal(signal.SIGINT, before)
     assert done == [0, 1, 3, 4]
     training.finish()
-
-
-# -- files of iterations that are made up
-
-FIRST = teraio.IterationStats(
-    run=0,
-    iteration=0,
-    phase="profile",
-    seconds=2.5,
-    waited_seconds=0.125,
-    recompute_seconds=0.0,
-    predicted_seconds=None,
-    tier_bytes={"device": 512 << 20, "storage": 3 << 30},
-    moved_bytes={"device->storage": 10**9, "storage->device": 0},
-    busy_seconds={"device->storage": 0.5, "storage->device": 0.0},
-)
-SECOND = dataclasses.replace(FIRST, iteration=1, phase="planned", predicted_seconds=0.1 + 0.2, recompute_seconds=0.25)
-
-
-def line_of(stats: teraio.IterationStats) -> str:
-    return json.dumps(dataclasses.asdict(stats)) + "\n"
-
-
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_text(line_of(FIRST) + line_of(SECOND))
-    assert read_iterations(path) == (FIRST, SECOND)
-    path.write_text(path.read_text()[:-40])
-    assert read_iterations(path) == (FIRST,), "the last line was cut short"
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("waited_seconds", "idle_seconds", "waited_seconds: Field required"),
-        ('"iteration": 0', '"iteration": "zero"', "iteration: Input should be a valid integer"),
-        ("profile", "asleep", "phase: Input should be 'profile'"),
-        ("{", "[", "file: Invalid JSON"),
-    ],
-)
-def test_other_files_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
-    path = tmp_path / "run.jsonl"
-    with pytest.raises(FileFormatError, match="cannot be read: No such file"):
-        read_iterations(path)
-    path.write_text(line_of(FIRST).replace(old, new, 1))
-    with pytest.raises(FileFormatError, match=f"line 1 is no measured iteration: {message}"):
-        read_iterations(path)
-
-
-LATE_ONE, LATE_TWO = {"a": 1.0, "b": 5.0}, {"a": 4.0, "b": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("seconds", "waited"),
-    [
-        # the shortest time of each collective is work and the rest is waiting; ranks take turns in being late
-        ([LATE_ONE, LATE_TWO], (3.0, 3.0)),
-        ([LATE_ONE, LATE_ONE, LATE_TWO], (3.0, 3.0, 3.0)),
-        ([{"a": 1.0}, {"a": 1.5}], (0.0, 0.5)),
-        # without the same collectives nothing can be told
-        *(
-            (others, None)
-            for others in ([], [{"a": 1.0}], [{}, {}], [{"a": 1.0}, {"b": 1.0}], [{"a": 1.0}, {"a": 1.0, "b": 1.0}])
-        ),
-    ],
-)
-def test_what_of_the_time_in_collectives_is_waiting(seconds: list[dict[str, float]], waited: tuple[float, ...] | None) -> None:
-    assert waited_for_ranks(seconds) == waited
 
 
 # -- torch.profiler

@@ -3,8 +3,8 @@
 "use strict";
 
 const report = JSON.parse(document.getElementById("report-data").textContent);
-const timeline = report.facts && report.facts.timeline;
-const blocks = report.facts ? report.facts.blocks : [];
+const timeline = report.facts.timeline;
+const blocks = report.facts.blocks;
 const NAMESPACE = "http://www.w3.org/2000/svg";
 
 function svg(name, attributes, parent) {

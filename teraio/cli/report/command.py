@@ -13,75 +13,46 @@ from planner.policies import POLICIES
 from planner.problem import SolverSettings, live_bytes
 from planner.schema import Plan, Trace
 from teraio.cli.arguments import AsJson, PlanFile
-from teraio.cli.comparison import compare_policies, sweep_budgets
 from teraio.cli.output import Data, working, write_file, write_out
-from teraio.cli.report.content import measured_run, report_of
-from teraio.cli.report.exports import chrome_trace, draw
+from teraio.cli.report.content import report_of
 from teraio.cli.report.page import html_page
+from teraio.cli.report.perfetto import chrome_trace
+from teraio.cli.sweeping import sweep_budgets
 from teraio.options import require_directory
-
-_COMPARED = ("ilp", "offload-only", "teraio", "g10", "zero-infinity", "belady")
 
 
 def report(
     plan: PlanFile,
-    trace: Annotated[Path | None, typer.Option(help="The trace of the plan. Most of the report needs it.")] = None,
-    measured: Annotated[Path | None, typer.Option(help="What a run measured: its iterations as lines of JSON.")] = None,
+    trace: Annotated[Path, typer.Option(help="The trace of the plan.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the page (HTML).")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Where to write the timeline for ui.perfetto.dev (JSON).")] = None,
-    png: Annotated[Path | None, typer.Option(help="Where to write a picture (PNG). Needs matplotlib.")] = None,
     points: Annotated[int, typer.Option(min=0, max=100, help="Device budgets to plan for the sweep; 0 for no sweep.")] = 8,
-    compare: Annotated[bool, typer.Option(help="Plan with other policies, to compare them.")] = True,
     as_json: AsJson = False,
     *,
     settings: SolverSettings,
 ) -> None:
     """Show PLAN as one page.
 
-    Memory, every copy and why, stalls, idle blocks, time against budget and policies, which are planned anew.
+    Memory, every copy and why, stalls, idle blocks, and time against budget, which is planned anew.
     """
-    outputs = {"--output": output, "--perfetto": perfetto, "--png": png}
-    _check(outputs, trace, as_json=as_json)
-    decided = Plan.load(plan)
-    loaded = None if trace is None else Trace.load(trace)
-    needed = as_json or output is not None
-    made = report_of(
-        decided,
-        loaded,
-        sweep=_sweep(decided, loaded, points, settings) if loaded is not None and points and needed else None,
-        comparison=_comparison(decided, loaded, settings) if loaded is not None and compare and needed else None,
-        measured=None if measured is None else measured_run(measured),
-    )
-    _write(made, output, perfetto, png)
+    outputs = {"--output": output, "--perfetto": perfetto}
+    if not as_json and all(path is None for path in outputs.values()):
+        raise planner.OptionsError("report: found no place to write to, wanted --output, --perfetto or --json")
+    for option, path in outputs.items():
+        if path is not None:
+            require_directory(option, path.parent)
+    decided, loaded = Plan.load(plan), Trace.load(trace)
+    needed = points and (as_json or output is not None)
+    made = report_of(decided, loaded, sweep=_sweep(decided, loaded, points, settings) if needed else None)
+    if output is not None:
+        write_file(output, html_page(made))
+    if perfetto is not None:
+        write_file(perfetto, json.dumps(chrome_trace(made["facts"])))
     if as_json:
         write_out(json.dumps(made, indent=1))
     for path in outputs.values():
         if path is not None and not as_json:
             write_out(f"written: {path}")
-
-
-def _check(outputs: dict[str, Path | None], trace: Path | None, *, as_json: bool) -> None:
-    """Raise OptionsError if nothing is to be written, or if that cannot work."""
-    if not as_json and all(path is None for path in outputs.values()):
-        raise planner.OptionsError("report: found no place to write to, wanted --output, --perfetto, --png or --json")
-    for option, path in outputs.items():
-        if path is None:
-            continue
-        require_directory(option, path.parent)
-        if option != "--output" and trace is None:
-            raise planner.OptionsError(f"option {option}: a timeline needs the trace of the plan; give --trace")
-
-
-def _write(made: Data, output: Path | None, perfetto: Path | None, png: Path | None) -> None:
-    if output is not None:
-        write_file(output, html_page(made))
-    facts = made["facts"]
-    if facts is None:
-        return
-    if perfetto is not None:
-        write_file(perfetto, json.dumps(chrome_trace(facts)))
-    if png is not None:
-        draw(facts, png)
 
 
 def _sweep(plan: Plan, trace: Trace, points: int, settings: SolverSettings) -> Data:
@@ -94,8 +65,3 @@ def _sweep(plan: Plan, trace: Trace, points: int, settings: SolverSettings) -> D
         return sweep_budgets(
             trace, sorted(sizes | {plan.budgets.device_bytes}), plan.budgets, policy, settings=settings, progress=progress
         )
-
-
-def _comparison(plan: Plan, trace: Trace, settings: SolverSettings) -> Data:
-    with working("planning") as progress:
-        return compare_policies(trace, plan.budgets, _COMPARED, settings=settings, progress=progress)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import planner
 from planner import Plan, Trace
-from planner.errors import FileFormatError
 from planner.problem import layer_of, live_bytes, source_blocks
 from planner.schema import Stage, Tier
 from planner.simulator import Timeline
@@ -18,13 +15,10 @@ from teraio.cli.output import Data, format_bytes
 from teraio.cli.plan_summary import summarise_moves, summarise_plan
 from teraio.cli.report.palette import KINDS
 from teraio.cli.trace_summary import block_summaries, tiles_of
-from teraio.watching import read_iterations
 
 
-def report_of(
-    plan: Plan, trace: Trace | None, *, sweep: Data | None = None, comparison: Data | None = None, measured: Data | None = None
-) -> Data:
-    """Return the report of a plan. Everything but `measured` is a prediction. `facts`: what is known only with the trace.
+def report_of(plan: Plan, trace: Trace, *, sweep: Data | None = None) -> Data:
+    """Return the report of a plan: all of it is predicted. `facts`: what its trace tells.
 
     Raises PlanError if the plan does not belong to the trace, InfeasiblePlanError if it cannot be carried out.
     """
@@ -35,10 +29,8 @@ def report_of(
         "host_updates": sum(update.where == "host" for update in plan.updates),
         "reruns": len(plan.recompute),
         "lengths": lengths_of_plan(plan, trace),
-        "facts": None if trace is None else _facts(plan, trace),
+        "facts": _facts(plan, trace),
         "sweep": sweep,
-        "comparison": comparison,
-        "measured": measured,
     }
 
 
@@ -82,31 +74,6 @@ def _blocks(plan: Plan, trace: Trace) -> list[Data]:
         }
         for block in block_summaries(trace)
     ]
-
-
-def measured_run(path: str | os.PathLike[str]) -> Data:
-    """Return what the latest run in a file of measured iterations took, to stand beside what its plan predicts.
-
-    `planned`, `iterations`: how many followed a plan, and how many there are. The figures are medians over those that did, by
-    link where they are about links; None or empty if none did. `predicted_seconds`: by the plan that the last of them followed.
-    Raises FileFormatError with the file, the line and what is wrong.
-    """
-    found = read_iterations(path)
-    if not found:
-        raise FileFormatError(f"{path}: no iteration is in it; give the file of a run that has ended some")
-    last = max(each.run for each in found)
-    iterations = [each for each in found if each.run == last]
-    planned = [each for each in iterations if each.phase == "planned"]
-    links = dict.fromkeys(link for each in planned for link in each.moved_bytes)
-    figures = ("seconds", "waited_seconds", "recompute_seconds")
-    return {
-        "planned": len(planned),
-        "iterations": len(iterations),
-        "predicted_seconds": planned[-1].predicted_seconds if planned else None,
-        **{name: statistics.median(getattr(each, name) for each in planned) if planned else None for name in figures},
-        "moved_bytes": {link: statistics.median(each.moved_bytes.get(link, 0) for each in planned) for link in links},
-        "busy_seconds": {link: statistics.median(each.busy_seconds.get(link, 0.0) for each in planned) for link in links},
-    }
 
 
 def timeline_of(plan: Plan, trace: Trace) -> Data:

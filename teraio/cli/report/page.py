@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 
-from planner.schema import printable, short_fingerprint
+from planner.schema import printable
 from planner.simulator import STAGES
 from teraio.advice import what_holds_up
-from teraio.cli.comparison import comparison_table, sweep_table
 from teraio.cli.lengths import lengths_table
 from teraio.cli.output import (
     Column,
@@ -21,12 +20,12 @@ from teraio.cli.output import (
     format_bytes,
     format_seconds,
     in_asked_unit,
-    iteration_time,
     rates,
     share,
 )
 from teraio.cli.replay_summary import links_table
 from teraio.cli.report.palette import KINDS, PHASES, STALL, style
+from teraio.cli.sweeping import sweep_table
 
 # What the page may load: nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -87,18 +86,14 @@ class _Html(str):
 def html_page(report: Data) -> str:
     """Return the page. Names from files are shown as text, whatever they contain."""
     facts = report["facts"]
-    name = f"trace {short_fingerprint(report['trace_fingerprint'])}" if facts is None else facts["name"]
-    title = f"Plan for {_text(name)}"
-    without = "<p>Give the trace (--trace) to see memory, stages, copies and blocks.</p>"
+    title = f"Plan for {_text(facts['name'])}"
     sections = [
         f"<h1>{title}</h1>",
         _verdict(report),
         _cards(report),
-        *([without] if facts is None else _of_trace(facts)),
+        *_of_trace(facts),
         _lengths(report["lengths"]),
         _sweep(report["sweep"]),
-        _policies(report["comparison"]),
-        _measured(report),
         _origin(report),
     ]
     room = resources.files("teraio.cli.report")
@@ -147,11 +142,10 @@ def _bar(part: float, whole: float) -> _Html:
 
 
 def _origin(report: Data) -> str:
-    told, facts = f"Policy {report['policy']}.", report["facts"]
-    if facts is not None:
-        told += f" Hardware: {facts['hardware']}."
-        told += f" In tiles: {facts['tiles']['words']}." if facts["tiles"]["words"] else ""
-        told += f" The trace was made by {facts['created_by']}." if facts["created_by"] else ""
+    facts = report["facts"]
+    told = f"Policy {report['policy']}. Hardware: {facts['hardware']}."
+    told += f" In tiles: {facts['tiles']['words']}." if facts["tiles"]["words"] else ""
+    told += f" The trace was made by {facts['created_by']}." if facts["created_by"] else ""
     return f'<p class="faint">{_text(told)}</p>'
 
 
@@ -169,10 +163,9 @@ def _verdict(report: Data) -> str:
         above = seconds / bound - 1
         close = "as fast as any plan can be"
         told.append(close if above < _HARDLY else f"{above:.0%} above {format_seconds(bound)}, which no plan can beat")
-    if facts is not None:
-        device, peak, holds_up = report["budgets"]["device_bytes"], facts["peak_bytes"], what_holds_up(facts["critical"])
-        fits = f"{format_bytes(device)} of the {format_bytes(peak)} that it needs" if device < peak else format_bytes(peak)
-        told += [f"fits in {fits}", f"held up by {holds_up.replace('->', ' → ') or 'nothing but computation'}"]
+    device, peak, holds_up = report["budgets"]["device_bytes"], facts["peak_bytes"], what_holds_up(facts["critical"])
+    fits = f"{format_bytes(device)} of the {format_bytes(peak)} that it needs" if device < peak else format_bytes(peak)
+    told += [f"fits in {fits}", f"held up by {holds_up.replace('->', ' → ') or 'nothing but computation'}"]
     sentence = "; ".join(told)
     return f'<p class="verdict"><b>{format_seconds(seconds)}</b> an iteration (predicted): {_text(sentence)}.</p>'
 
@@ -183,11 +176,11 @@ def _cards(report: Data) -> str:
     A plan without a prediction has two.
     """
     predicted, facts, budgets = report["predicted"], report["facts"], report["budgets"]
-    needs = facts and f"{format_bytes(facts['floor_bytes'])} at least, {format_bytes(facts['peak_bytes'])} if nothing moves"
+    needs = f"{format_bytes(facts['floor_bytes'])} at least, {format_bytes(facts['peak_bytes'])} if nothing moves"
     limits = {tier: budgets[f"{tier}_bytes"] for tier in ("host", "storage")}
     below = ", ".join(f"{tier} {'no limit' if size is None else in_asked_unit(size)}" for tier, size in limits.items())
     below = f"budgets: {below}" + (f"; on the host: {report['host_updates']} of the updates" if report["host_updates"] else "")
-    cards = {"device budget": (in_asked_unit(budgets["device_bytes"]), needs or "")}
+    cards = {"device budget": (in_asked_unit(budgets["device_bytes"]), needs)}
     if predicted is None:
         cards["moves"] = (f"{report['moves']:,}", below)
     else:
@@ -201,7 +194,7 @@ def _cards(report: Data) -> str:
             "moved": (format_bytes(sum(predicted["moved_bytes"].values())), f"{moves}; {written}"),
             "below the device": (format_bytes(sum(predicted["peak_bytes"].get(tier, 0) for tier in limits)), below),
         }
-        done = list(rates(seconds, facts and facts["work"]).items())
+        done = list(rates(seconds, facts["work"]).items())
         bound = predicted["lower_bound_seconds"]
         name, figure = done[0] if done else ("no plan is faster than", format_seconds(bound) if bound else "not known")
         cards[name] = (figure, ", ".join(f"{other} {what}" for what, other in done[1:]))
@@ -273,52 +266,3 @@ def _sweep(sweep: Data | None) -> str:
     columns = {**table.columns, ">device budget": lambda point: exact_bytes(point["device_bytes"]), ">iteration": _time}
     chart = '<div id="sweep-chart"></div>'
     return _section("sweep", "Time against budget", told, Table(columns=columns, rows=table.rows), above=chart)
-
-
-def _policies(comparison: Data | None) -> str:
-    if comparison is None:
-        return ""
-    table = comparison_table(comparison)
-    slowest = max((each["predicted"]["iteration_seconds"] for each in table.rows if each["predicted"]), default=0.0)
-
-    def bar_or_error(each: Data) -> str:
-        return _bar(each["predicted"]["iteration_seconds"], slowest) if each["predicted"] else each["error"]
-
-    columns = {**table.columns, ">iteration": _time, "note": bar_or_error}
-    told = "Predicted, all under the budgets of this plan."
-    return _section("policies", "Policies compared", told, Table(columns=columns, rows=table.rows))
-
-
-def _measured(report: Data) -> str:
-    run, predicted = report["measured"], report["predicted"] or {}
-    if run is None:
-        return ""
-    if not run["planned"]:
-        told = f"None of the {run['iterations']} iterations of the run followed a plan, so that none can stand beside this one."
-        return f'<section id="measured"><h2>Predicted and measured</h2><p>{told}</p></section>'
-    work = report["facts"] and report["facts"]["work"]
-    rows = [
-        {
-            "on": "iteration",
-            "predicted": iteration_time(predicted.get("iteration_seconds"), work),
-            "measured": iteration_time(run["seconds"], work),
-        },
-        _beside("waits", predicted.get("stall_seconds"), run["waited_seconds"]),
-        _beside("re-runs", predicted.get("recompute_seconds", 0.0 if predicted else None), run["recompute_seconds"]),
-    ]
-    busy = {link["link"]: link["busy_seconds"] for link in (report["facts"] or {"links": ()})["links"]}
-    for link, size in run["moved_bytes"].items():
-        moved = format_bytes(predicted["moved_bytes"].get(link, 0)) if predicted else ""
-        rows.append({"on": f"{link}, bytes", "predicted": moved, "measured": format_bytes(size)})
-        rows.append(_beside(f"{link}, busy", busy.get(link), run["busy_seconds"].get(link)))
-    told = f"Measured: medians over {run['planned']} planned iterations of {run['iterations']}."
-    seconds, expected = run["predicted_seconds"], predicted.get("iteration_seconds")
-    if expected is not None and seconds is not None and abs(seconds - expected) > 0.01 * expected:
-        told += f" The run follows another plan by now: that one predicts {format_seconds(seconds)} for an iteration."
-    columns = {"on": "on", ">predicted": "predicted", ">measured": "measured"}
-    return _section("measured", "Predicted and measured", told, Table(columns=columns, rows=rows))
-
-
-def _beside(name: str, *seconds: float | None) -> Data:
-    predicted, measured = ("" if value is None else format_seconds(value) for value in seconds)
-    return {"on": name, "predicted": predicted, "measured": measured}

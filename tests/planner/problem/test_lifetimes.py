@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from planner import Budgets, InfeasiblePlanError, Trace, TraceError, floor, inactive_periods, plan, simulate
-from planner.problem import Problem, block_activities, host_updatable, live_bytes, live_bytes_by_kind, mean_active_fraction
+from planner.problem import Problem, block_activities, host_updatable, live_bytes, mean_active_fraction
 
 from ..strategies import traces
 from ..traces import Entry, block, by_hand, hardware, move, staged, subgroup, trace, trained
@@ -52,15 +52,11 @@ def test_the_mean_counts_bytes_of_movable_blocks() -> None:
 
 
 @given(traces())
-def test_kinds_and_times_make_up_what_is_live_and_for_how_long(made: Trace) -> None:
+def test_what_is_live_and_for_how_long(made: Trace) -> None:
     """The use before a dirty period wrote the block or created it."""
-    kinds = live_bytes_by_kind(made)
-    assert set(kinds) == {each.kind for each in made.blocks}
     for stage, live in zip(made.stages, live_bytes(made), strict=True):
-        assert sum(sizes[stage.id] for sizes in kinds.values()) + stage.workspace_bytes == live
-        for kind, sizes in kinds.items():
-            there = [b for b in made.blocks if b.kind == kind and (b.persistent or b.uses[0] <= stage.id <= b.last_stage)]
-            assert sizes[stage.id] == sum(each.size_bytes for each in there)
+        there = [each for each in made.blocks if each.persistent or each.uses[0] <= stage.id <= each.last_stage]
+        assert live == sum(each.size_bytes for each in there) + stage.workspace_bytes
     for each, found in zip(made.blocks, block_activities(made), strict=True):
         lives = made.stages if each.persistent else made.stages[each.uses[0] : each.last_stage + 1]
         life = sum(stage.duration_seconds for stage in lives)

@@ -279,7 +279,6 @@ class Program:
             self._update()
             self._passing_block()
             bench.mover.finish_all()
-            pager.take_late()
         finally:
             pager.leave_region()
 

@@ -19,14 +19,14 @@ from torch.nn.functional import scaled_dot_product_attention
 import planner
 import teraio
 from runtime.execution import Program
-from teraio.capturing import GpuModel, MachineDescription, capture, hardware, known_machines, pretended_gpu
+from teraio.capturing import GpuModel, MachineDescription, capture, known_machines, pretended_gpu
 from teraio.stages import Kernel, StageCompiler, operator_kernel
 
 from ..conftest import RunCommand
 from ..optimizer.test_own_optimizers import Mixed
 from ..parity.models import Predictor
 from ..stages.graphs import Embedded
-from ..traces import CHAIN, TRACES
+from ..traces import TRACES
 from . import trainings
 from .trainings import loss_of, tokens, training, transformer, two_layers
 
@@ -335,29 +335,6 @@ def test_forward_layers_take_the_time_that_an_h100_was_measured_with(
     assert MachineDescription.load("h100").stage_seconds(kernels[0]) == pytest.approx(seconds / layers, rel=0.06)
 
 
-def test_efficiencies_are_fitted_to_a_measured_trace_of_a_smaller_size() -> None:
-    """The "measured" trace is a capture, for a machine whose figures are known. Without a cache, where all this would stay."""
-    assumed = MachineDescription.load("rtx4090").model_copy(update={"cache_bytes": 0, "operator_seconds": 0.0})
-    true = assumed.model_copy(update={"clock_share": 0.31, "memory_efficiency": 0.57})
-    measured = capture(two_layers, hardware=true)
-    fitted = capture(trainings.larger, hardware=assumed, calibrate=measured, smaller=two_layers)
-    wanted = capture(trainings.larger, hardware=true)
-    assert fitted.ideal_seconds == pytest.approx(wanted.ideal_seconds, rel=0.02)
-    assert "fitted: clock share 0.3" in fitted.created_by
-
-
-def test_a_machine_that_is_faster_than_its_peak_gets_a_higher_peak() -> None:
-    kernels = [
-        Kernel(flops=1e12, dtype=torch.float32, touched_bytes=1),
-        Kernel(flops=0.0, dtype=torch.float32, touched_bytes=10**9),
-    ]
-    assumed = MachineDescription.load("rtx4090")
-    twice = hardware.calibrated(assumed, [(assumed.seconds(kernel) / 2, [kernel]) for kernel in kernels])
-    assert twice.clock_share > 1.5 and twice.memory_efficiency == 1.0
-    for kernel in kernels:
-        assert twice.seconds(kernel) == pytest.approx(assumed.seconds(kernel) / 2, rel=0.01)
-
-
 def test_all_known_machines_are_whole(tmp_path: Path) -> None:
     assert {"h100", "h200", "a100", "rtx4090", "rtx5090", "laptop"} <= set(known_machines())
     for name in known_machines():
@@ -378,13 +355,6 @@ def test_all_known_machines_are_whole(tmp_path: Path) -> None:
     [
         (trainings.reads_the_loss, {}, teraio.UnsupportedError, "depends on the values of tensors"),
         (trainings.compiles_nothing, {}, teraio.UnsupportedError, 'no trace yet: nothing was compiled with backend="teraio"'),
-        (training, {"smaller": training}, teraio.OptionsError, "give that trace as calibrate"),
-        (
-            trainings.only_asks,
-            {"calibrate": CHAIN},
-            teraio.OptionsError,
-            "has 6 stages of compiled graphs, .* has 0 of them",
-        ),
         (nn.Linear(2, 2), {}, teraio.OptionsError, "a model was given without inputs"),
         (training, {"inputs": ()}, teraio.OptionsError, "inputs belong to a model"),
         (nn.Linear(2, 2), {"inputs": (torch.zeros(2, 2),)}, teraio.OptionsError, "neither a loss nor something with a loss"),

@@ -51,11 +51,6 @@ def two_layers(options: Mapping[str, Any] | None = None) -> Callable[[], object]
     return training(options, layers=2, rows=4)
 
 
-def larger() -> Callable[[], object]:
-    """Than that of two layers: twice as wide, with twice as many rows."""
-    return training(width=1024, layers=2)
-
-
 def on_gpu(*, autocast: bool = False, fused: bool | None = True) -> Callable[[], object]:
     """The same on "cuda", if there is a GPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

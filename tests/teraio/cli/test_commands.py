@@ -14,7 +14,6 @@ import pytest
 import planner
 import teraio
 from planner import Budgets, Plan, Trace, plan
-from planner.policies import POLICIES
 from teraio.cli import output
 
 from ...planner.traces import block, by_hand, move, staged, trace
@@ -59,7 +58,7 @@ def test_budgets_and_policy_reach_the_plan(run: RunCommand) -> None:
 SOLVER_OPTIONS = ["--time-limit", "7", "--gap", "0.25", "--threads", "3", "--write-weight", "0.5"]
 
 
-@pytest.mark.parametrize(("command", "device"), [("plan", "20"), ("compare", "20"), ("sweep", "20:30:2")])
+@pytest.mark.parametrize(("command", "device"), [("plan", "20"), ("sweep", "20:30:2")])
 def test_what_the_solver_may_take_reaches_it(run: RunCommand, monkeypatch: pytest.MonkeyPatch, command: str, device: str) -> None:
     given: list[dict[str, object]] = []
 
@@ -79,22 +78,7 @@ def test_what_the_solver_may_take_reaches_it(run: RunCommand, monkeypatch: pytes
     assert "drives wear out too soon" in text and "0.005" in text and "Threads that the solver may use" in text
 
 
-# -- compare and sweep
-
-
-def test_compare_shows_every_policy_beside_the_bound(run: RunCommand) -> None:
-    result = run("compare", CHAIN_FILE, "--device", 20)
-    assert result.code == 0 and fact(result.out, "no plan is faster than") == "6.00 s"
-    rows = {line.split()[0]: line.split()[1:3] for line in result.out.splitlines() if " s " in line}
-    assert rows["belady"] == ["8.00", "s"] and rows["ilp"] == rows["teraio"] == rows["g10"] == ["6.00", "s"]
-    assert "keep-all" in result.out and "stage 'forward/2' needs 30 B at once, as this policy lets nothing leave" in result.out
-    found = run("compare", CHAIN_FILE, "--device", 20, "--json").json
-    verdicts = {verdict["policy"]: verdict for verdict in found["verdicts"]}
-    assert list(verdicts) == list(POLICIES)
-    best = min(v["predicted"]["iteration_seconds"] for v in verdicts.values() if v["predicted"])
-    assert verdicts["ilp"]["predicted"]["iteration_seconds"] == best >= found["lower_bound_seconds"]
-    found = run("compare", CHAIN_FILE, "--device", 20, "--policy", "belady", "--policy", "g10", "--json").json
-    assert [verdict["policy"] for verdict in found["verdicts"]] == ["belady", "g10"]
+# -- sweep
 
 
 @pytest.mark.parametrize("policy", ["ilp", "zero-infinity"])
@@ -127,16 +111,13 @@ def test_rates_stand_beside_every_time_of_an_iteration(run: RunCommand, tmp_path
     assert {fact(run(*command).out, name.strip()) for name, command in commands.items()} == {rates}
     row = r" +2,000 +0\.50 +500 +50\.0%"
     assert has_line(run("sweep", traced, "--device", "20:30:2").out, rf" *20 B +6\.00 s{row} .*")
-    assert has_line(
-        run("compare", traced, "--device", 20, "--policy", "belady").out, r"belady +8\.00 s +1,500 +0\.38 +375 +37\.5% .*"
-    )
     advised = run("advise", traced, "--device", 20)
     assert has_line(advised.out, rf"as asked +yes +6\.00 s +6\.00 s +1\.00x{row} .*")
     asked = {answer["what"]: answer for answer in run("advise", traced, "--device", 20, "--json").json["answers"]}
     assert asked["as asked"]["work"] == WORK
     for twice in ("twice the batch", "twice the accumulation"):
         assert asked[twice]["work"] == {**WORK, "tokens": 24_000, "samples": 6, "flops": 6e15}
-    assert run("report", made, "--trace", traced, "--points", 0, "--no-compare", "-o", page).code == 0
+    assert run("report", made, "--trace", traced, "--points", 0, "-o", page).code == 0
     assert '<dt>tokens/s</dt><dd>2,000</dd><dd class="faint">0.50 samples/s, 500 TFLOP/s, 50.0% MFU</dd>' in page.read_text()
 
 
@@ -148,7 +129,7 @@ def test_schema_help_and_version(run: RunCommand) -> None:
         assert run("schema", kind).json == json.loads((TRACES / f"{kind}.schema.json").read_text())
     helped = run("--help")
     assert helped.code == 0
-    assert all(f"│ {command} " in helped.out for command in ("plan", "simulate", "compare", "sweep", "inspect", "schema"))
+    assert all(f"│ {command} " in helped.out for command in ("plan", "simulate", "sweep", "inspect", "schema"))
     assert run("--version") == Result(0, f"teraio {teraio.__version__}\n", "")
     assert "--device" in run("plan", "--help").out
 
@@ -174,7 +155,7 @@ def test_names_cannot_command_the_terminal(run: RunCommand, tmp_path: Path) -> N
     path, evil = tmp_path / "evil.json", tmp_path / "plan.json"
     path.write_text(json.dumps(content))
     outputs = [run("plan", path, "--device", "10", "-o", evil), run("inspect", path), run("simulate", path, evil)]
-    outputs += [run("inspect", evil, "--trace", path), run("compare", path, "--device", "20"), run("plan", path, "--device", "9")]
+    outputs += [run("inspect", evil, "--trace", path), run("plan", path, "--device", "9")]
     outputs += [run("sweep", path, "--device", "9:30:2"), run("inspect", path, "--json")]
     for result in outputs:
         shown = result.out + result.err
@@ -252,7 +233,6 @@ sys.exit("torch was imported" if "torch" in sys.modules else 0)
         (["inspect", "{newer}"], "teraio.plan version 2 is not known"),
         (["inspect", "{plan}", "--trace", "{wrap}"], "make a plan from this trace"),
         (["inspect", "{foreign}", "--trace", "{chain}"], "names block 3; the trace has 3 blocks"),
-        (["compare", "{chain}", "--device", "1"], "no policy finds a plan: the device budget of 1 B is too small"),
         (["sweep", "{chain}", "--device", "1:2:2"], "no budget of the range suffices: the device budget of 2 B"),
     ],
 )
@@ -278,7 +258,7 @@ def test_bad_files_and_budgets_end_with_one_line(run: RunCommand, tmp_path: Path
     assert result.err.startswith("teraio: ") and result.err.count("\n") == 1 and result.err.endswith("\n")
 
 
-PLAN, COMPARE, SWEEP = (["plan", "--device", "20"], ["compare", "--device", "20"], ["sweep", "--device", "10:20:3"])
+PLAN, SWEEP = (["plan", "--device", "20"], ["sweep", "--device", "10:20:3"])
 
 
 @pytest.mark.parametrize(
@@ -297,7 +277,6 @@ PLAN, COMPARE, SWEEP = (["plan", "--device", "20"], ["compare", "--device", "20"
         ([*PLAN, "-o", "/nowhere/plan.json"], "there is no directory /nowhere; create it first"),
         ([*PLAN, "--rows", "-1"], "--rows"),
         ([*PLAN, "--colour"], "--colour"),
-        ([*COMPARE, "--policy", "luck"], "policy 'luck' is not known"),
         (["sweep", "--device", "20"], "wanted LOWEST:HIGHEST:COUNT"),
         (["sweep", "--device", "10:20:1"], "with a count from 2 to 1000"),
         (["sweep", "--device", "10:20:" + "9" * 5000], "with a count from 2 to 1000"),

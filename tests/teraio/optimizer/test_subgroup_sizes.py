@@ -1,8 +1,7 @@
-"""The size of subgroups: chosen once from measured figures, taken from a given plan, and how the fixed cost is measured."""
+"""The size of subgroups: chosen once from measured rates, or taken from a given plan."""
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -10,18 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import Optimizer
 
 import planner
-import teraio
 from planner import Hardware, stations_of_step, subgroup_bytes
 from planner.subgroup_size import UNMEASURED_BYTES
-from runtime.device import CpuDevice, Device, WallMark
-from runtime.paging import Pager
 from teraio import training_run
 from teraio.machine import Shared
-from teraio.optimizer import OptimizerFacts
-from teraio.optimizer.subgroups import MIN_SUBGROUP_BYTES, SubgroupSizes, subgroup_seconds
+from teraio.optimizer.subgroups import MIN_SUBGROUP_BYTES, UPDATE_SECONDS, SubgroupSizes
 from teraio.options import parse_options
 from teraio.training_run import RunParts, TrainingRun
 
@@ -30,22 +24,12 @@ from ..parity.harness import MIB, check_exact, reference, share_of_peak, train
 from ..parity.optimizers import small
 from .managed_training import Start
 from .plain_training import (
-    MASTER_OPTIMIZERS,
-    OPTIMIZERS,
     SIZE,
-    Make,
-    everything,
-    half_parameters,
-    same,
     set_gradients,
-    set_most_gradients,
-    square_parameters,
 )
 
 GIB = 1 << 30
 SIZES = [64 * MIB] * 64
-
-Measure = Callable[[OptimizerFacts, Pager], float]
 
 
 def hardware(tiers: dict[str, float], host_bytes: int = 64 * GIB) -> Hardware:
@@ -54,45 +38,21 @@ def hardware(tiers: dict[str, float], host_bytes: int = 64 * GIB) -> Hardware:
     return virtual.hardware(rates, latency=1e-4, host_memory_bytes=host_bytes, storage_bytes=GIB)
 
 
-class Measured:
-    """Updates that take so long, and how often that was measured."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.count = 0
-
-    def __call__(self, facts: OptimizerFacts, pager: Pager) -> float:
-        self.count += 1
-        return self.seconds
-
-
-def pager(device: Device | None = None) -> Pager:
-    return Pager(mover=None, budget_bytes=None, device=device)
-
-
-KEPT = torch.optim.AdamW(square_parameters(2))
-
-
-def adam() -> OptimizerFacts:
-    return OptimizerFacts.of(KEPT)
-
-
-def best(machine: Hardware, tier: Any, seconds: float, room: int, total: int = sum(SIZES)) -> int:
-    stations = stations_of_step(machine, tier, update_seconds=seconds)
+def best(machine: Hardware, tier: Any, room: int, total: int = sum(SIZES)) -> int:
+    stations = stations_of_step(machine, tier, update_seconds=UPDATE_SECONDS)
     limits = {"smallest_bytes": MIN_SUBGROUP_BYTES, "largest_bytes": room // 8}
     return subgroup_bytes(stations, total_bytes=total, **limits)
 
 
 def test_the_size_is_chosen_once_from_what_is_measured() -> None:
-    machine, measure = hardware({"host": 1e10}), Measured(1e-3)
-    sizes = SubgroupSizes(lambda: machine, measure=measure)
+    machine = hardware({"host": 1e10})
+    sizes = SubgroupSizes(lambda: machine)
     assert sizes.used_bytes is None
-    found = sizes.choose(adam(), SIZES, 4 * GIB, pager())
-    assert found == sizes.used_bytes == best(machine, "host", 1e-3, 4 * GIB)
+    found = sizes.choose(SIZES, 4 * GIB)
+    assert found == sizes.used_bytes == best(machine, "host", 4 * GIB)
     assert MIN_SUBGROUP_BYTES < found < 4 * GIB // 8, "neither limit decided"
     for room in (GIB // 16, None):
-        assert sizes.choose(adam(), SIZES[:3], room, pager()) == found
-    assert measure.count == 1
+        assert sizes.choose(SIZES[:3], room) == found
 
 
 def test_what_other_optimizers_update_counts_whichever_steps_first(started: Start) -> None:
@@ -113,128 +73,61 @@ def test_what_other_optimizers_update_counts_whichever_steps_first(started: Star
     assert chosen == [4 * 4 * SIZE, 2 * 2 * SIZE], "four parameters as by AdamW, then two as by SGD"
     machine = hardware({"host": 1e10})
     alone, together = (
-        SubgroupSizes(lambda: machine, measure=Measured(1e-3)).choose(adam(), SIZES, 4 * GIB, pager(), others_bytes=others)
-        for others in (0, 3 * sum(SIZES))
+        SubgroupSizes(lambda: machine).choose(SIZES, 4 * GIB, others_bytes=others) for others in (0, 3 * sum(SIZES))
     )
-    assert alone < together == best(machine, "host", 1e-3, 4 * GIB, total=4 * sum(SIZES))
+    assert alone < together == best(machine, "host", 4 * GIB, total=4 * sum(SIZES))
 
 
 @pytest.mark.parametrize(("host_bytes", "tier"), [(4 * GIB, "host"), (4 * GIB - 1, "storage")])
 def test_the_links_are_those_of_the_tier_that_holds_the_states(host_bytes: int, tier: str) -> None:
     machine = hardware({"host": 2e10, "storage": 1e9}, host_bytes)
-    sizes = SubgroupSizes(lambda: machine, measure=Measured(1e-3))
-    assert sizes.choose(adam(), SIZES, 4 * GIB, pager()) == best(machine, tier, 1e-3, 4 * GIB)
+    sizes = SubgroupSizes(lambda: machine)
+    assert sizes.choose(SIZES, 4 * GIB) == best(machine, tier, 4 * GIB)
 
 
 def test_where_nothing_is_measured() -> None:
-    measure = Measured(1e-3)
-    assert SubgroupSizes(measure=measure).choose(adam(), SIZES, 16 * MIB, pager()) == MIN_SUBGROUP_BYTES
-    assert SubgroupSizes(measure=measure).choose(adam(), SIZES, 400 * MIB, pager()) == 50 * MIB
-    no_links = SubgroupSizes(lambda: hardware({}), measure=measure)
-    assert no_links.choose(adam(), SIZES, 64 * GIB, pager()) == UNMEASURED_BYTES
-    no_limit = SubgroupSizes(lambda: hardware({"host": 1e10}), measure=measure)
-    assert no_limit.choose(adam(), SIZES, None, pager()) == UNMEASURED_BYTES
+    assert SubgroupSizes().choose(SIZES, 16 * MIB) == MIN_SUBGROUP_BYTES
+    assert SubgroupSizes().choose(SIZES, 400 * MIB) == 50 * MIB
+    no_links = SubgroupSizes(lambda: hardware({}))
+    assert no_links.choose(SIZES, 64 * GIB) == UNMEASURED_BYTES
+    no_limit = SubgroupSizes(lambda: hardware({"host": 1e10}))
+    assert no_limit.choose(SIZES, None) == UNMEASURED_BYTES
     for few in ([MIB, 2 * MIB], [GIB]):  # one subgroup, which must not decide for an optimizer that comes later
-        sizes = SubgroupSizes(lambda: hardware({"host": 1e10}), measure=measure)
-        assert sizes.choose(adam(), few, GIB, pager()) == MIN_SUBGROUP_BYTES and sizes.used_bytes is None
-    assert measure.count == 0
+        sizes = SubgroupSizes(lambda: hardware({"host": 1e10}))
+        assert sizes.choose(few, GIB) == MIN_SUBGROUP_BYTES and sizes.used_bytes is None
 
 
 def test_a_given_size_is_used_as_it_is() -> None:
-    sizes = SubgroupSizes(lambda: hardware({"host": 1e10}), given_bytes=12345, measure=(measure := Measured(1e-3)))
-    assert sizes.choose(adam(), SIZES, 16 * MIB, pager()) == 12345 == sizes.used_bytes and measure.count == 0
-
-
-# -- how the fixed cost of a subgroup is measured
-
-
-def contents(optimizer: Optimizer) -> Any:
-    return copy.deepcopy((optimizer.state_dict(), list(vars(optimizer))))
-
-
-@pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], OPTIMIZERS["AdamW fused"], OPTIMIZERS["SGD"], torch.optim.Adafactor])
-@pytest.mark.parametrize("steps", [0, 2])
-def test_measuring_an_update_changes_nothing(make: Make, steps: int) -> None:
-    measured, untouched = (square_parameters(6) for _ in range(2))
-    optimizers = [make(parameters) for parameters in (measured, untouched)]
-    for step in range(steps + 2):
-        for optimizer, parameters in zip(optimizers, (measured, untouched), strict=True):
-            set_gradients(parameters, step)
-            if step == steps and parameters is measured:
-                before = contents(optimizer)
-                assert 0 < subgroup_seconds(OptimizerFacts.of(optimizer), pager()) < 1
-                assert str(contents(optimizer)) == str(before)
-            optimizer.step()
-    assert same(everything(optimizers[0]), everything(optimizers[1]))
-
-
-@pytest.mark.parametrize(("name", "steps"), [("AdamW", 2), ("AdamW fused amsgrad", 0), ("SGD", 2), ("Adafactor", 2)])
-def test_updates_over_masters_are_measured(name: str, steps: int) -> None:
-    parameters = half_parameters(torch.bfloat16)
-    optimizer = MASTER_OPTIMIZERS[name](parameters)
-    teraio.manage_optimizer(optimizer, master_weights=True)
-    for step in range(steps):
-        set_most_gradients(parameters, step)
-        optimizer.step()
-    before = everything(optimizer)
-    optimizer.found_inf, optimizer.grad_scale = torch.ones(1), torch.ones(1)  # as a GradScaler leaves them for a step
-    assert 0 < subgroup_seconds(OptimizerFacts.of(optimizer), pager()) < 1
-    assert same(everything(optimizer), before) and optimizer.found_inf == optimizer.grad_scale == 1
-
-
-class Queue(CpuDevice):
-    """A device whose clock goes on by as many seconds for each mark as it has been given; it notes who waited for it."""
-
-    asynchronous = True
-
-    def __init__(self, seconds: list[float]) -> None:
-        self._seconds = seconds
-        self._now = 0.0
-        self.waited = 0
-
-    def mark(self) -> WallMark:
-        self._now += self._seconds.pop(0)
-        queue = self
-
-        class Waiting(WallMark):
-            def wait(self) -> None:
-                queue.waited += 1
-
-        return Waiting(self._now)
-
-
-def test_the_device_tells_how_long_an_update_takes() -> None:
-    """Once it has done all that it was asked for before."""
-    device = Queue([100.0, 50.0, 9.0, 8.0, 3.0, 5.0, 7.0, 6.0, 4.0, 9.0, 9.0])
-    assert subgroup_seconds(adam(), pager(device)) == 3.0 and device.waited == 1
+    sizes = SubgroupSizes(lambda: hardware({"host": 1e10}), given_bytes=12345)
+    assert sizes.choose(SIZES, 16 * MIB) == 12345 == sizes.used_bytes
 
 
 # -- in training
 
 
 @pytest.fixture
-def larger_subgroups(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measure], None]:
-    """In training, subgroups are larger than a small room allows; `measure` gives their fixed cost."""
+def subgroups_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """In training, subgroups that are chosen have this size."""
 
-    def set_measure(measure: Measure) -> None:
-        limits: dict[str, Any] = {"min_bytes": MIB, "max_bytes": lambda room: room // 2}
-        monkeypatch.setattr(training_run, "SubgroupSizes", functools.partial(SubgroupSizes, measure=measure, **limits))
+    def set_size(size_bytes: int) -> None:
+        limits: dict[str, Any] = {"min_bytes": size_bytes, "max_bytes": lambda room: size_bytes}
+        monkeypatch.setattr(training_run, "SubgroupSizes", functools.partial(SubgroupSizes, **limits))
 
-    return set_measure
+    return set_size
 
 
-def test_a_plan_brings_the_size_that_it_was_made_for(tmp_path: Path, larger_subgroups: Callable[[Measure], None]) -> None:
-    """What is measured the next time does not matter then."""
+def test_a_plan_brings_the_size_that_it_was_made_for(tmp_path: Path, subgroups_of: Callable[[int], None]) -> None:
+    """What would be chosen the next time does not matter then."""
     case = small("AdamW", layers=6, planned=True, steps=8)
     paths = {"trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"}
     options = share_of_peak(case, tmp_path, 0.5)
-    larger_subgroups(Measured(10.0))
+    subgroups_of(16 * MIB)
     found = train(case, options={**options, **paths})
     trace, plan = planner.Trace.load(paths["trace_out"]), planner.Plan.load(paths["plan_out"])
     assert found.status.phase == "planned" and plan.subgroup_bytes == trace.subgroup_bytes > 8 * MIB
     count = len(trace.subgroups)
     assert 2 <= count <= 6, "at least two of twelve parameters in each"
-    larger_subgroups(Measured(0.0))
+    subgroups_of(MIB)
     for given in (paths["plan_out"], None):
         again = train(case, options={**options, "trace_out": tmp_path / "again.json", "plan": given})
         assert again.status.phase == "planned"

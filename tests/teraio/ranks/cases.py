@@ -128,9 +128,9 @@ def trained(options: list[dict[str, Any]], steps: int = 14, pause: tuple[float, 
     follower = run._phase.follower
     if follower is not None:
         found["moves"] = [move.model_dump(mode="json") for move in follower.plan.moves]
-    dist.barrier()
-    found["node"] = {rank: [each.phase for each in told] for rank, told in teraio.node_status().items()}
-    dist.barrier()
+    told: list[tuple[teraio.Status, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(told, teraio.status())
+    found["phases"] = [[each.phase for each in of_rank] for of_rank in told]
     return found
 
 
@@ -149,7 +149,7 @@ def alone(options: dict[str, Any]) -> Answer:
     """Only rank 0 trains."""
     if dist.get_rank() == 0:
         train(3, together=False, **options)
-    return {"ranks": list(teraio.node_status())}
+    return {"runs": len(teraio.status())}
 
 
 @answering

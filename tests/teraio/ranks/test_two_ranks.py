@@ -48,7 +48,7 @@ def test_ranks_divide_the_machine_and_follow_one_plan(ranks: Ranks, options: dic
     assert [answer["threads"] for answer in answers] == [2, 2]
     assert sum(answer["storage_bytes"] for answer in answers) <= free_bytes(tmp_path) * 1.1
     assert all(link["alone_bytes_per_second"] for answer in answers for link in answer["links"])
-    assert [answer["node"] for answer in answers] == [{0: ["planned"], 1: ["planned"]}] * 2
+    assert [answer["phases"] for answer in answers] == [[["planned"], ["planned"]]] * 2
     assert infos(answers[0]) and not infos(answers[1])
     assert all((tmp_path / f"plan-{rank}.json").exists() for rank in range(2))
 
@@ -107,7 +107,7 @@ def test_files_and_budgets_of_all_ranks_are_checked(ranks: Ranks, options: dict[
 def test_a_rank_that_trains_alone_waits_for_none(ranks: Ranks, options: dict[str, Any]) -> None:
     answers = ranks.run(alone, options={**options, "local_ranks": 1})
     assert [answer.get("error") for answer in answers] == [None, None]
-    assert [answer["ranks"] for answer in answers] == [[0], [1]]
+    assert [answer["runs"] for answer in answers] == [1, 0]
 
 
 def test_a_killed_rank_is_named_and_leaves_no_files(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:

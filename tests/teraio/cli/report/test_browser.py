@@ -13,9 +13,9 @@ import planner
 from benchmarks.transformer_trace import WORKLOADS
 from planner import Budgets, Plan, Trace
 from planner.problem import SolverSettings
-from teraio.cli.comparison import compare_policies, sweep_budgets
 from teraio.cli.report.content import report_of
 from teraio.cli.report.page import html_page
+from teraio.cli.sweeping import sweep_budgets
 
 from ....planner.traces import hand
 from ...traces import CHAIN, planned
@@ -36,13 +36,12 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small page with sweep and policies, one with copies, and one with about a thousand stages and thousands of copies."""
+    """A small page with a sweep, one with copies, and one with about a thousand stages and thousands of copies."""
     folder = tmp_path_factory.mktemp("pages")
     trace, plan = hand("recompute"), Plan.load(planned(folder, "recompute", 50))
     settings: dict[str, Any] = {"settings": SolverSettings(), "progress": lambda text: None}
     sweep = sweep_budgets(trace, [30, 40, 50, 60, 70], plan.budgets, "ilp", **settings)
-    comparison = compare_policies(trace, plan.budgets, ["ilp", "teraio", "zero-infinity"], **settings)
-    (folder / "small.html").write_text(html_page(report_of(plan, trace, sweep=sweep, comparison=comparison)))
+    (folder / "small.html").write_text(html_page(report_of(plan, trace, sweep=sweep)))
     (folder / "copies.html").write_text(html_page(report_of(Plan.load(planned(folder, "chain", 10)), CHAIN)))
     large = WORKLOADS["Llama-3-70B"].trace()
     made = planner.plan(large, Budgets(device_bytes=94_000_000_000), policy="zero-infinity", lower_bound=False)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -20,7 +18,6 @@ from planner import Budgets, Plan
 from planner.problem import live_bytes
 from planner.simulator import critical_path
 from teraio.cli.report.palette import KINDS, PHASES, STALL, style
-from teraio.watching import IterationStats, RunPhase
 
 from ....planner.traces import hand
 from ...conftest import RunCommand
@@ -144,7 +141,7 @@ def timeline(report: Report, plan: Path, trace: Path) -> Any:
 
 
 def facts_of(report: Report, plan: Path, trace: Path) -> Any:
-    return json.loads(report(plan, "--trace", trace, "--json", "--points", 0, "--no-compare"))["facts"]
+    return json.loads(report(plan, "--trace", trace, "--json", "--points", 0))["facts"]
 
 
 def test_each_copy_says_why(chain: Path, report: Report) -> None:
@@ -169,10 +166,6 @@ def test_the_page_has_the_data_that_json_prints(page: Page, chain: Path, report:
     assert {point["device_bytes"]: point["predicted"] is None for point in points} == {10: False, 17: False, 30: False}
     assert points[0]["predicted"]["iteration_seconds"] == 10.0
     assert page.data["sweep"]["floor_bytes"] == 10, "the chart is shaded below"
-    comparison = page.data["comparison"]
-    assert comparison["budgets"]["device_bytes"] == 10
-    assert {"ilp", "teraio", "zero-infinity"} <= {verdict["policy"] for verdict in comparison["verdicts"]}
-    assert "zero-infinity" in page.texts["td"], "policies are compared under the budget of the plan"
 
 
 def test_the_page_loads_nothing(page: Page) -> None:
@@ -214,7 +207,7 @@ def test_names_from_files_are_text(report: Report, tmp_path: Path) -> None:
     hostile = CHAIN.rebuilt(name=name, blocks=blocks)
     hostile.save(tmp_path / "trace.json")
     planner.plan(hostile, Budgets(device_bytes=10)).save(tmp_path / "plan.json")
-    report(tmp_path / "plan.json", "--trace", tmp_path / "trace.json", "-o", tmp_path / "a.html", "--points", 0, "--no-compare")
+    report(tmp_path / "plan.json", "--trace", tmp_path / "trace.json", "-o", tmp_path / "a.html", "--points", 0)
     page = Page((tmp_path / "a.html").read_text())
     assert not [tag for tag, _ in page.tags if tag == "img"]
     assert page.data["facts"]["name"] == name and page.data["facts"]["blocks"][0]["name"] == name
@@ -228,56 +221,6 @@ def test_no_colour_has_two_meanings() -> None:
             apart = sum(abs(a - b) for a, b in zip(values[one], values[other], strict=True))
             assert apart > 60, f"{one} and {other} look alike"
     assert all(f".{name} {{" in style() for name in looks)
-
-
-def test_a_plan_alone(chain: Path, report: Report, tmp_path: Path) -> None:
-    report(chain, "-o", tmp_path / "a.html")
-    page = Page((tmp_path / "a.html").read_text())
-    assert page.data["facts"] is None and page.data["sweep"] is None
-    assert any("--trace" in text for text in page.texts["p"])
-
-
-def run_file(folder: Path, *, phase: RunPhase = "planned", predicted: float = 10.0, run: int = 0) -> Path:
-    """The file of a run of five iterations; the first two are profiled."""
-    iterations = [
-        IterationStats(
-            run=run,
-            iteration=number,
-            phase="profile" if number < 2 else phase,
-            seconds=seconds,
-            waited_seconds=seconds - 6.0,
-            recompute_seconds=0.0,
-            predicted_seconds=predicted,
-            tier_bytes={"device": 9},
-            moved_bytes={"device->storage": 20, "storage->device": 20},
-            busy_seconds={"device->storage": 2.5, "storage->device": 2.0},
-        )
-        for number, seconds in enumerate((30.0, 20.0, 11.0, 11.5, 14.0))
-    ]
-    path = folder / "run.jsonl"
-    path.write_text("".join(f"{json.dumps(dataclasses.asdict(each))}\n" for each in iterations))
-    return path
-
-
-def measured_page(report: Report, plan: Path, **run: Any) -> Page:
-    measured, page = run_file(plan.parent, **run), plan.with_name("a.html")
-    report(plan, "--trace", CHAIN_FILE, "--measured", measured, "-o", page, "--points", 0, "--no-compare")
-    return Page(page.read_text())
-
-
-def test_predicted_beside_measured(chain: Path, report: Report) -> None:
-    page = measured_page(report, chain)
-    cells = page.texts["td"][page.texts["td"].index("iteration") :]
-    assert cells[:6] == ["iteration", "10.0 s", "11.5 s", "waits", "4.00 s", "5.50 s"]
-    assert cells[9:15] == ["device → storage, bytes", "20 B", "20 B", "device → storage, busy", "2.00 s", "2.50 s"]
-    assert any("medians over 3 planned iterations of 5" in text for text in page.texts["p"])
-
-
-def test_a_run_that_follows_no_plan_or_another_one(chain: Path, report: Report) -> None:
-    none = measured_page(report, chain, phase="demand")
-    assert any("None of the 5 iterations of the run followed a plan" in text for text in none.texts["p"])
-    other = measured_page(report, chain, predicted=8.0)
-    assert any("follows another plan by now: that one predicts 8.00 s" in text for text in other.texts["p"])
 
 
 def test_the_timeline_for_perfetto(chain: Path, report: Report, tmp_path: Path) -> None:
@@ -303,28 +246,15 @@ def test_the_timeline_for_perfetto(chain: Path, report: Report, tmp_path: Path) 
     assert ways == {("compute", "device->storage"), ("device->storage", "storage->device"), ("storage->device", "compute")}
 
 
-def test_a_picture(chain: Path, report: Report, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra plot is not installed")
-    report(chain, "--trace", CHAIN_FILE, "--png", tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "found no place to write to"),
-        (["-o", "nowhere/a.html"], "there is no directory nowhere"),
-        (["--perfetto", "a.json"], "a timeline needs the trace"),
-        (["--measured", "{folder}/empty.jsonl", "-o", "{folder}/a.html"], "no iteration is in it"),
-        (["--trace", str(file_of("wrap")), "-o", "{folder}/a.html", "--points", 0, "--no-compare"], "fingerprint"),
-        (["--trace", str(CHAIN_FILE), "--png", "{folder}/a.png"], "--png needs matplotlib"),
-        (["--trace", str(CHAIN_FILE), "--png", "{folder}/a.png"], "pip install matplotlib"),
+        (["--trace", str(CHAIN_FILE)], "found no place to write to"),
+        (["--trace", str(CHAIN_FILE), "-o", "nowhere/a.html"], "there is no directory nowhere"),
+        (["-o", "{folder}/a.html"], "--trace"),
+        (["--trace", str(file_of("wrap")), "-o", "{folder}/a.html", "--points", 0], "fingerprint"),
     ],
 )
-def test_what_cannot_be_reported(
-    arguments: list[object], message: str, chain: Path, run: RunCommand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    chain.with_name("empty.jsonl").touch()
+def test_what_cannot_be_reported(arguments: list[object], message: str, chain: Path, run: RunCommand) -> None:
     refused = run("report", chain, *(str(argument).format(folder=chain.parent) for argument in arguments))
     assert refused.code != 0 and message in refused.err
