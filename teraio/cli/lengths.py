@@ -70,7 +70,7 @@ def _in_file(path: Path) -> dict[int, float]:
 # -- a plan at each length
 
 
-def lengths_of_plan(plan: planner.Plan, trace: planner.Trace, counts: dict[int, float] | None = None) -> list[Data]:
+def lengths_of_plan(plan: planner.Plan, trace: planner.Trace | None, counts: dict[int, float] | None = None) -> list[Data]:
     """Return what a plan takes at each length, the longest first; empty where it is for one length only.
 
     `sizes`: None where it is not known which the longest is. `moves`: how many are made. `skipped`: re-runs. counts: how often
@@ -78,7 +78,7 @@ def lengths_of_plan(plan: planner.Plan, trace: planner.Trace, counts: dict[int, 
     """
     if not plan.shorter or plan.predicted is None:
         return []
-    longest = None if trace.lengths is None else trace.lengths.highest
+    longest = None if trace is None or trace.lengths is None else trace.lengths.highest
     rows = [(longest, plan.predicted, len(plan.moves), 0)]
     for each in plan.shorter:
         moves = len(each.moves) or len(plan.moves) - len(each.left_out)
@@ -103,8 +103,8 @@ def _waits(predicted: Predicted) -> float:
     return max(predicted.iteration_seconds - predicted.ideal_seconds - predicted.recompute_seconds, 0.0)
 
 
-def _work(trace: planner.Trace, sizes: tuple[int, ...] | None) -> Data | None:
-    if trace.work is None or trace.lengths is None or sizes is None:
+def _work(trace: planner.Trace | None, sizes: tuple[int, ...] | None) -> Data | None:
+    if trace is None or trace.work is None or trace.lengths is None or sizes is None:
         return None
     return data_of(trace.work.at(prod(sizes) / prod(trace.lengths.highest)))
 

@@ -126,20 +126,18 @@ def sweep(
 
 def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace or a plan.")],
-    trace: Annotated[Path | None, typer.Option(help="The trace of the plan.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="The trace of the plan, for names, sizes and stalls.")] = None,
     as_json: AsJson = False,
     rows: Rows = 10,
 ) -> None:
     """Show what a trace or a plan contains.
 
-    A trace: stages, idle blocks, updates that can run on the host, the smallest budget. A plan, with
-    --trace: moves and why, updates on the host, predictions, and why the iteration takes as long as it does.
+    A trace: stages, idle blocks, updates that can run on the host, the smallest budget. A plan: moves, updates
+    on the host, predictions; with --trace also why each block moves and why the iteration takes as long as it does.
     """
     loaded = _load(file)
     if isinstance(loaded, planner.Plan):
-        if trace is None:
-            raise planner.OptionsError(f"option --trace: {file} is a plan; give the trace that it was made for")
-        named = planner.Trace.load(trace)
+        named = None if trace is None else planner.Trace.load(trace)
         by_length = lengths_of_plan(loaded, named)
         found = summarise_plan(loaded, named)
         page = [*plan_page(found, rows), lengths_table(by_length)]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import planner
 from planner.problem import live_bytes
+from planner.schema import short_fingerprint
 from teraio.cli.output import (
     Column,
     Data,
@@ -26,36 +27,40 @@ from teraio.cli.replay_summary import critical_fact, links_table, peak_facts, pr
 from teraio.cli.trace_summary import copy_seconds
 
 
-def summarise_plan(plan: planner.Plan, trace: planner.Trace) -> Data:
-    """Return the plan in numbers, with names and sizes from its trace, and stalls.
+def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None) -> Data:
+    """Return the plan in numbers; with names, sizes and stalls if `trace` is given.
 
     Stages are numbered as in `planner.recomputed`: a stage that runs again counts as one more.
-    `moves`: see `summarise_moves`; by size, largest first. `dropped`: how many of them have no copy out.
-    `subgroups`: how many the trace has. `host_updates`: the subgroups that are updated on the host, in that order, and the stage
-    that would do it on the device. `reruns`: the forward stages that run again, just before stage `at` of the trace; what they
-    make and take, and what copies of that would take.
-    `stalls`, `links`, `host_processor` and `critical` come from a replay, see `summarise_replay`.
+    `moves`: see `summarise_moves`; by size, largest first; in the plan's order without the trace. `dropped`: how many of them
+    have no copy out. `subgroups`: how many the trace has. `host_updates`: the subgroups that are updated on the host, in that
+    order, and the stage that would do it on the device. `reruns`: the forward stages that run again, just before stage `at` of
+    the trace; what they make and take, and what copies of that would take.
+    `stalls`, `links`, `host_processor` and `critical` come from a replay, see `summarise_replay`. They and `subgroups` are None
+    without the trace, as is all that it tells about updates and re-runs.
 
     Raises PlanError if the plan does not belong to the trace, InfeasiblePlanError if it cannot be carried out.
     """
-    replay = summarise_replay(trace, plan, planner.simulate(trace, plan))
-    derived = planner.recomputed(trace, plan.recompute)
+    derived = replay = None
+    if trace is not None:
+        replay = summarise_replay(trace, plan, planner.simulate(trace, plan))
+        derived = planner.recomputed(trace, plan.recompute)
+    moves = summarise_moves(plan, derived)
     return {
         **plan.model_dump(mode="json", include={"policy", "trace_fingerprint", "budgets", "solver", "predicted"}),
-        "trace_name": trace.name,
-        "work": work_of(trace),
+        "trace_name": None if trace is None else trace.name,
+        "work": None if trace is None else work_of(trace),
         "blocks_moved": len({move.block for move in plan.moves}),
         "dropped": sum(move.offload is None for move in plan.moves),
-        "moves": sorted(summarise_moves(plan, derived), key=lambda move: -move["size_bytes"]),
-        "subgroups": len(trace.subgroups),
+        "moves": sorted(moves, key=lambda move: -(move["size_bytes"] or 0)),
+        "subgroups": None if trace is None else len(trace.subgroups),
         "host_updates": [_host_update(update.subgroup, derived) for update in plan.updates if update.where == "host"],
         "reruns": [_rerun(each, trace) for each in plan.recompute],
-        **{name: replay[name] for name in ("stalls", "links", "host_processor", "critical")},
+        **{name: replay and replay[name] for name in ("stalls", "links", "host_processor", "critical")},
     }
 
 
-def summarise_moves(plan: planner.Plan, trace: planner.Trace) -> list[Data]:
-    """Return the moves in the order of the plan, and why. trace: with the plan's re-runs (`planner.recomputed`).
+def summarise_moves(plan: planner.Plan, trace: planner.Trace | None) -> list[Data]:
+    """Return the moves in the order of the plan. trace: with the plan's re-runs (`planner.recomputed`), for names and reasons.
 
     `offload_start` is None if the block has a valid copy and is only dropped. `prefetch_start` is None if the block does not come
     back: an update on the host consumes it, or nothing uses it before it dies.
@@ -63,8 +68,8 @@ def summarise_moves(plan: planner.Plan, trace: planner.Trace) -> list[Data]:
     the device budget the most, by `excess_bytes`. Both are None if no such stage would exceed it.
     `host_update`: the subgroup whose update on the host needs the block there; such a move needs no other reason.
     """
-    excess = [size - plan.budgets.device_bytes for size in live_bytes(trace)]
-    on_host = [trace.subgroups[update.subgroup] for update in plan.updates if update.where == "host"]
+    excess = [] if trace is None else [size - plan.budgets.device_bytes for size in live_bytes(trace)]
+    on_host = [] if trace is None else [trace.subgroups[update.subgroup] for update in plan.updates if update.where == "host"]
     updated = {block: subgroup for subgroup in on_host for block in subgroup.blocks}
     return [
         {
@@ -74,10 +79,13 @@ def summarise_moves(plan: planner.Plan, trace: planner.Trace) -> list[Data]:
             "before": move.before,
             "offload_start": None if move.offload is None else move.offload.start,
             "prefetch_start": None if move.prefetch is None else move.prefetch.start,
-            **_reason(move, trace, excess, updated.get(move.block)),
+            **(dict.fromkeys(_REASONS) if trace is None else _reason(move, trace, excess, updated.get(move.block))),
         }
         for move in plan.moves
     ]
+
+
+_REASONS = "block_name size_bytes after_name before_name relieved_stage relieved_name excess_bytes host_update".split()
 
 
 def _reason(move: planner.Move, trace: planner.Trace, excess: Sequence[int], updated: planner.Subgroup | None) -> Data:
@@ -88,16 +96,17 @@ def _reason(move: planner.Move, trace: planner.Trace, excess: Sequence[int], upd
     """
     block = trace.blocks[move.block]
     relieved = _relieved(move, excess, consumed=updated is not None)
-    return {
-        "block_name": block.name,
-        "size_bytes": block.size_bytes,
-        "after_name": _stage_name(move.after, trace),
-        "before_name": _stage_name(move.before, trace),
-        "relieved_stage": relieved,
-        "relieved_name": None if relieved is None else _stage_name(relieved, trace),
-        "excess_bytes": None if relieved is None else excess[relieved],
-        "host_update": None if updated is None or not _serves(move, updated.stage, len(excess)) else updated.id,
-    }
+    values = (
+        block.name,
+        block.size_bytes,
+        _stage_name(move.after, trace),
+        _stage_name(move.before, trace),
+        relieved,
+        None if relieved is None else _stage_name(relieved, trace),
+        None if relieved is None else excess[relieved],
+        None if updated is None or not _serves(move, updated.stage, len(excess)) else updated.id,
+    )
+    return dict(zip(_REASONS, values, strict=True))
 
 
 def _relieved(move: planner.Move, excess: Sequence[int], *, consumed: bool) -> int | None:
@@ -120,19 +129,23 @@ def _serves(move: planner.Move, stage: int, stages: int) -> bool:
     return move.prefetch is None or any(move.after < update < move.before for update in (stage, stage + stages))
 
 
-def _host_update(number: int, trace: planner.Trace) -> Data:
+def _host_update(number: int, trace: planner.Trace | None) -> Data:
+    if trace is None:
+        return {"subgroup": number, **dict.fromkeys(("stage", "stage_name", "elements", "seconds"))}
     subgroup = trace.subgroups[number]
     name = _stage_name(subgroup.stage, trace)
     work = {"elements": subgroup.elements, "seconds": subgroup.host_seconds}
     return {"subgroup": number, "stage": subgroup.stage, "stage_name": name, **work}
 
 
-def _rerun(each: planner.Recompute, trace: planner.Trace) -> Data:
+def _rerun(each: planner.Recompute, trace: planner.Trace | None) -> Data:
+    known = {"group": each.group, "at": each.at}
+    if trace is None:
+        return {**known, **dict.fromkeys(("stage", "stage_name", "at_name", "size_bytes", "seconds", "copy_seconds"))}
     group = trace.recompute[each.group]
     blocks = [trace.blocks[number] for number in group.blocks]
     return {
-        "group": each.group,
-        "at": each.at,
+        **known,
         "stage": group.stage,
         "stage_name": trace.stages[group.stage].name,
         "at_name": trace.stages[each.at].name,
@@ -148,28 +161,28 @@ def _stage_name(stage: int, trace: planner.Trace) -> str:
 
 
 def plan_page(plan: Data, rows: int) -> Page:
-    """Show overview, prediction, moves and re-runs, links, stalls and critical path, `rows` of each."""
+    """Show overview, prediction, moves and re-runs, `rows` of each; with links, stalls and critical path if it was replayed."""
     solver, critical, predicted, processor = plan["solver"], plan["critical"], plan["predicted"], plan["host_processor"]
     ended = solver["status"] if solver["gap"] is None else f"{solver['status']}, gap {solver['gap']:.2%}"
-    iteration = sum(critical["seconds"].values())
+    iteration = sum(critical["seconds"].values()) if critical else 0.0
     overview = {
-        "plan for": plan["trace_name"],
+        "plan for": plan["trace_name"] or f"trace {short_fingerprint(plan['trace_fingerprint'])}",
         "policy": plan["policy"],
         "solver": f"{solver['name']}: {ended}, {format_seconds(solver['solve_seconds'])}",
         **budget_facts(plan["budgets"]),
         "moves": f"{len(plan['moves'])} of {plan['blocks_moved']} blocks, {plan['dropped']} without a copy out",
         "recomputed": _recomputed(plan["reruns"]),
         "updates on the host": _updates(plan["host_updates"], plan["subgroups"]),
-        "host's processor": processor_fact(processor, iteration),
-        "critical path": critical_fact(critical),
+        "host's processor": processor_fact(processor, iteration) if processor else "",
+        "critical path": critical_fact(critical) if critical else "",
     }
     return (
         Facts(overview),
         *([Facts(_prediction(predicted, plan["work"]), title="predicted, per iteration")] if predicted else []),
         _moves(plan["moves"], rows),
         _reruns(plan["reruns"], rows),
-        links_table(plan["links"], iteration),
-        *waiting(plan["stalls"], critical, rows),
+        links_table(plan["links"] or (), iteration),
+        *(waiting(plan["stalls"], critical, rows) if critical else []),
     )
 
 
@@ -191,6 +204,8 @@ def _recomputed(reruns: Sequence[Data]) -> str:
     if not reruns:
         return ""
     stages = f"{len(reruns)} forward stages"
+    if any(each["seconds"] is None for each in reruns):
+        return stages
     size, seconds = sum(each["size_bytes"] for each in reruns), sum(each["seconds"] for each in reruns)
     copies = sum(each["copy_seconds"] or 0.0 for each in reruns)
     saved = f" in place of {format_seconds(copies)} of copies" if copies else ""
@@ -211,13 +226,17 @@ def _reruns(reruns: Sequence[Data], rows: int) -> Table:
 
 
 def _moves(moves: Sequence[Data], rows: int) -> Table:
-    """The last two columns tell why a block moves."""
+    """The last two columns tell why a block moves. They need the trace and are left out without it."""
 
     def excess(move: Data) -> str:
         if move["excess_bytes"] is not None:
             return format_bytes(move["excess_bytes"])
         return "no stage" if move["host_update"] is None else "for its update"
 
+    reasons: dict[str, Column] = {
+        ">over budget if nothing leaves": excess,
+        "in": lambda move: named(move["relieved_stage"], move["relieved_name"]),
+    }
     columns: dict[str, Column] = {
         "block": lambda move: named(move["block"], move["block_name"]),
         ">size": "size_bytes",
@@ -226,11 +245,12 @@ def _moves(moves: Sequence[Data], rows: int) -> Table:
         "before": lambda move: named(move["before"], move["before_name"]),
         ">copy out": lambda move: "dropped" if move["offload_start"] is None else str(move["offload_start"]),
         ">copy in": lambda move: "does not come back" if move["prefetch_start"] is None else str(move["prefetch_start"]),
-        ">over budget if nothing leaves": excess,
-        "in": lambda move: named(move["relieved_stage"], move["relieved_name"]),
+        **(reasons if any(move["size_bytes"] is not None for move in moves) else {}),
     }
     return Table(title="moves", columns=columns, rows=moves, most=rows)
 
 
-def _updates(host_updates: Sequence[Data], subgroups: int) -> str:
+def _updates(host_updates: Sequence[Data], subgroups: int | None) -> str:
+    if subgroups is None:
+        return str(len(host_updates)) if host_updates else ""
     return f"{len(host_updates)} of {subgroups} subgroups" if subgroups else ""

@@ -85,16 +85,17 @@ def test_what_can_update_on_the_host(run: RunCommand, tmp_path: Path) -> None:
 # -- plans
 
 
-def test_a_plan_with_its_trace(run: RunCommand, tmp_path: Path) -> None:
-    path, named = planned(tmp_path, "wrap", 20), ("--trace", file_of("wrap"))
-    text = run("inspect", path, *named).out
-    assert fact(text, "plan for") == "wrap"
-    assert has_line(text, r"0 weight +10 B +storage +2 update +6 update \(next iteration\) +2 +5 +5 B +0 .*")
-    summary = run("inspect", path, *named, "--json").json
-    assert summary["moves"][0]["block_name"] == "weight" and summary["predicted"]["iteration_seconds"] == 4.0
+def test_a_plan_with_and_without_its_trace(run: RunCommand, tmp_path: Path) -> None:
+    path = planned(tmp_path, "wrap", 20)
+    named, alone = run("inspect", path, "--trace", file_of("wrap")).out, run("inspect", path).out
+    assert fact(named, "plan for") == "wrap" and fact(alone, "plan for") == "trace " + hand("wrap").fingerprint[7:15]
+    assert has_line(named, r"0 weight +10 B +storage +2 update +6 update \(next iteration\) +2 +5 +5 B +0 .*")
+    assert has_line(alone, r"0 +storage +2 +6 +2 +5")
+    summary = run("inspect", path, "--json").json
+    assert summary["moves"][0]["block_name"] is None and summary["predicted"]["iteration_seconds"] == 4.0
     compressed = tmp_path / "made.json.gz"
     Plan.load(path).save(compressed)
-    assert run("inspect", compressed, *named, "--json").json == summary
+    assert run("inspect", compressed, "--json").json == summary
 
 
 def test_a_dropped_block_is_called_so_and_what_the_solver_did_not_tell_is_not_shown(run: RunCommand, tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_a_dropped_block_is_called_so_and_what_the_solver_did_not_tell_is_not_sh
     assert fact(text, "moves").startswith("1 of 1 blocks, 1 without a copy out")
     assert has_line(text, r"1 clean .* dropped +\d+ +10 B +2 peak")
     failed = SolverReport(name="CBC", status="failed").model_dump(mode="json")
-    text = run("inspect", edited(path, solver=failed, predicted=None), "--trace", file_of("clean_and_dirty")).out
+    text = run("inspect", edited(path, solver=failed, predicted=None)).out
     assert fact(text, "solver") == "CBC: failed, 0 s" and "predicted" not in text
 
 
@@ -133,8 +134,8 @@ def test_why_a_block_moves_and_what_the_iteration_waits_for(run: RunCommand, tmp
         assert "host's processor" not in text
     assert fact(simulated, "iteration") == "10.0 s" and fact(simulated, "stall") == "4.00 s, 40.0%"
     assert has_line(simulated, r"device->storage +2 +20 B +2\.00 s +20\.0% +10 B/s +10 B/s")
-    alone = run("inspect", path)
-    assert alone.code == 2 and "give the trace that it was made for" in alone.err
+    alone = run("inspect", path, "--json").json
+    assert alone["critical"] is alone["stalls"] is alone["moves"][0]["excess_bytes"] is None
 
 
 def test_a_plan_that_is_not_needed(run: RunCommand, tmp_path: Path) -> None:
@@ -179,6 +180,12 @@ def test_a_plan_with_updates_on_the_host(run: RunCommand, tmp_path: Path) -> Non
     assert (replay["iteration_seconds"], replay["host_processor"]) == (5.0, {"updates": 1, "busy_seconds": 1.0})
     for told in (text, run("simulate", trace_file, path).out):
         assert fact(told, "host's processor") == "1 update, busy 1.00 s, 20.0%"
+
+    alone, text = run("inspect", path, "--json").json, run("inspect", path).out
+    assert (alone["subgroups"], alone["host_processor"]) == (None, None)
+    assert alone["host_updates"] == [dict(subgroup=0, stage=None, stage_name=None, elements=None, seconds=None)]
+    assert fact(text, "updates on the host") == "1" and "host's processor" not in text
+    assert has_line(text, r"1 +host +1 +2 +1 +does not come back")
 
 
 def test_what_stays_away_for_an_update_relieves_the_stage_that_would_have_updated(run: RunCommand, tmp_path: Path) -> None:
@@ -227,6 +234,8 @@ def test_what_runs_again_what_could_and_why_not(run: RunCommand, tmp_path: Path)
     assert has_line(text, r"recomputed +1 forward stages, 10 B: 1\.00 s in place of 20\.0 s of copies")
     assert has_line(text, r" +0 +0 forward/0 +5 backward/0 +10 B +1\.00 s +20\.0 s") and has_line(text, r"recomputation +1\.00 s")
     assert run("inspect", plan_file, "--trace", trace_file, "--json").json["reruns"][0]["copy_seconds"] == 20.0
+    alone = run("inspect", plan_file).out
+    assert has_line(alone, r"recomputed +1 forward stages") and has_line(alone, r" +0 +5")
 
     text = run("inspect", trace_file).out
     assert has_line(text, r"can be recomputed +30 B by 3 stages, in 3\.00 s \(to copy out and in: 60\.0 s\)")
@@ -283,6 +292,7 @@ def test_a_plan_at_each_length(run: RunCommand, trace_file: Path, tmp_path: Path
     replayed = run("simulate", trace_file, plan_file, "--length", "5").out
     assert fact(replayed, "iteration") == "3.00 s" and fact(replayed, "peak of device") == "15 B"
     assert [row["sizes"] for row in run("simulate", trace_file, plan_file, "--json").json["lengths"]] == [[10], [7], [5]]
+    assert has_line(run("inspect", plan_file).out, r"the longest +6.00 s.*"), "without the trace that is not known"
     assert has_line(run("inspect", trace_file).out, r" +1 +600 ms +3 B +1 B")
     page = tmp_path / "page.html"
     run("report", plan_file, "--trace", trace_file, "-o", page, "--points", "0")
