@@ -39,6 +39,7 @@ from teraio.cli.output import (
     show_or_print,
     some_seconds,
     working,
+    write_file,
 )
 from teraio.cli.trace_summary import summarise_trace, tiles_of, trace_page
 from teraio.options import require_directory
@@ -267,21 +268,30 @@ def _written(answer: Data) -> str:
 def doctor(
     storage: Annotated[list[Path] | None, typer.Option(help="A directory for spill files. May be repeated.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.", show_default="cuda where there is a GPU")] = "",
+    hardware_out: Annotated[
+        Path | None, typer.Option(help="Where to write a description of this machine, for capture. Measures for half a minute.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Look at this machine: software, memory, drives.
 
     Says what is missing or slow, what follows, and what to do. Needs torch. Exit code 1 if something is missing.
     """
+    if hardware_out is not None:
+        require_directory("--hardware-out", hardware_out.parent)
     import torch
 
-    from teraio.doctor import examine
+    from teraio.doctor import examine, measured_machine
 
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen not in ("cpu", "cuda"):
         raise planner.OptionsError(f"option --device: found {device!r}, wanted cpu or cuda")
+    where, directories = torch.device(chosen), storage or []
     with working("looking at this machine"):
-        found = examine(storage or [], torch.device(chosen))
+        found = examine(directories, where)
+        described = None if hardware_out is None else measured_machine(directories, where)
+    if hardware_out is not None and described is not None:
+        write_file(hardware_out, described.model_dump_json(by_alias=True, indent=1) + "\n")
     styles = {"ok": "green", "note": "", "slow": "yellow", "missing": "bold red"}
     columns: dict[str, Column] = {
         "looked at": "what",
@@ -291,6 +301,9 @@ def doctor(
         "what to do": "remedy",
     }
     data = data_of(found)
-    show_or_print(data, [Table(columns=columns, rows=data["findings"])], as_json=as_json)
+    page: list[Table | Facts] = [Table(columns=columns, rows=data["findings"])]
+    if hardware_out is not None:
+        page.append(Facts({"written": str(hardware_out), "for": f"teraio capture --hardware {hardware_out}"}))
+    show_or_print(data, page, as_json=as_json)
     if not found.healthy:
         raise typer.Exit(1)

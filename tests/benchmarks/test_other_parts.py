@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import described_machine, emulated
+from benchmarks import emulated
 from benchmarks.emulated import Emulation
 from benchmarks.idle_stages import IdleStages
 from benchmarks.idle_training import IdleTraining
@@ -19,7 +19,6 @@ from examples.training import Setting
 from planner import Budgets, Trace, plan, simulate
 from planner.errors import TeraioError
 from planner.policies import POLICIES as KNOWN
-from teraio.capturing import MachineDescription
 from tools.made_up_cuda.build import BuildError
 from tools.made_up_cuda.emulated import build
 
@@ -101,12 +100,3 @@ def test_layer_by_layer_no_copy_in_for_a_subgroup_starts_before_its_turn(device_
     assert replayed.peak_bytes["device"] <= device_bytes
     best = plan(given, Budgets(device_bytes=device_bytes)).predicted
     assert best is not None and replayed.iteration_seconds > best.iteration_seconds
-
-
-def test_this_machine_is_described_for_captures(tmp_path: Path) -> None:
-    path = tmp_path / "machine.json"
-    described_machine.main(path, [tmp_path], "cpu")
-    described = MachineDescription.load(path)
-    assert {"float32", "bfloat16"} <= described.flops_per_second.keys()
-    assert {link.name for link in described.hardware.links} >= {"device->host", "storage->device"}
-    assert described.hardware.host_update_elements_per_second

@@ -10,9 +10,11 @@ import torch
 
 from planner.errors import UnsupportedError
 from runtime.system import storage_swap
+from teraio.capturing import MachineDescription
 from teraio.doctor import Examination, Finding, examine
 
 from .conftest import RunCommand
+from .traces import fact
 
 CPU = torch.device("cpu")
 
@@ -67,3 +69,14 @@ def test_a_busy_processor_is_warned_of(monkeypatch: pytest.MonkeyPatch, load: fl
     (found,) = named(examine([], CPU), "processor")
     assert found.verdict == verdict and "cores" in found.found and f"load {load:.1f}" in found.found
     assert ("too low" in found.effect) == (verdict == "slow")
+
+
+def test_this_machine_is_described_for_captures(run: RunCommand, tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    done = run("doctor", "--device", "cpu", "--storage", tmp_path, "--hardware-out", path)
+    assert done.code == 0, done.err
+    assert fact(done.out, "written") == str(path)
+    described = MachineDescription.load(path)
+    assert {"float32", "bfloat16"} <= described.flops_per_second.keys()
+    assert {link.name for link in described.hardware.links} >= {"device->host", "storage->device"}
+    assert described.hardware.host_update_elements_per_second

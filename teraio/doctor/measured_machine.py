@@ -1,4 +1,4 @@
-"""`python -m benchmarks.described_machine machine.json`: measures this machine, and describes it for `teraio capture`."""
+"""A description of this machine from measurement, for `teraio capture` and for plans."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
 
 import psutil
 import torch
-import typer
 
 import planner
-from planner.schema import write_atomic
 from runtime.system import host_limits
 from teraio.capturing import GpuModel, MachineDescription
 from teraio.machine import open_machine
@@ -58,7 +55,7 @@ def measured_machine(storage: Sequence[Path], device: torch.device) -> MachineDe
         operator_seconds=_seconds(device, lambda: tiny.add_(1.0)) if on_gpu else 0.0,
         gpu=gpu,
         hardware=_hardware(storage, device),
-        sources=f"measured by benchmarks.described_machine, torch {torch.__version__}",
+        sources=f"measured by teraio doctor, torch {torch.__version__}",
     )
 
 
@@ -117,18 +114,3 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
     runs = max(1, int(_SECONDS / 8 / max(group(1), 1e-7)))
     found = sorted(group(runs) for _ in range(8))
     return sum(found[:4]) / 4
-
-
-def main(
-    output: Annotated[Path, typer.Argument(help="Where to write the description.")],
-    storage: Annotated[list[Path] | None, typer.Option(help="A directory for spill files. May be repeated.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.", show_default="cuda where there is a GPU")] = "",
-) -> None:
-    """Measure this machine for half a minute, and write its description."""
-    described = measured_machine(storage or [], torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
-    write_atomic(output, described.model_dump_json(by_alias=True, indent=1) + "\n")
-    print(f"written: {output}\nfor: teraio capture --hardware {output}")
-
-
-if __name__ == "__main__":
-    typer.run(main)
