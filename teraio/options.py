@@ -86,8 +86,8 @@ class ExpertOptions:
     measured."""
 
     replan: Switch = True
-    """Plan again in the background when measured times differ from predicted times by more than a tenth. `False`: the plan stays
-    as it was made, and the log only reports the difference.
+    """Start late prefetches earlier, and plan again in the background when measured times differ from predicted times by more
+    than a tenth. `False`: the plan stays as it was made, and the log only reports the difference.
 
     A plan given by the option `plan` is never changed."""
 

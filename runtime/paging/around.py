@@ -161,23 +161,26 @@ class Stages(PagerPart):
         while any(block.state is UPDATING for block in away):
             self._signal.wait(lambda: awaited([block for block in away if block.state is UPDATING]))
         self._room.make_room(away, need.new_bytes, need.what)
+        coming = [block for block in away if block.state is PREFETCHING and not block.held_back]
         self._begin_missing(away, need.new_bytes)
         self._fetch(need.then_fetch)
-        self._wait_for(away)
+        self._wait_for(away, coming)
 
     def _fetch(self, blocks: Sequence[Block]) -> None:
         if blocks:
             with self._mover.together():
                 self._prefetches.ask_for(blocks)
 
-    def _wait_for(self, away: Sequence[Block]) -> None:
-        """Wait until those that were not on the device are there."""
+    def _wait_for(self, away: Sequence[Block], coming: list[Block]) -> None:
+        """Wait until those that were not on the device are there. coming: those whose copy in had begun; some may be late."""
+        began = self._signal.now_seconds()
         while any(block.state in (PREFETCHING, OFFLOADED) for block in away):
             self._signal.raise_failure()
             if any(block.state is OFFLOADED for block in away):
                 self._signal.raise_out_of_memory()
             checkpoint()
             self._signal.wait(lambda: awaited(away))
+            self._prefetches.note_late(coming, self._signal.now_seconds() - began)
 
     def _begin_missing(self, blocks: Sequence[Block], new_bytes: int) -> None:
         """Begin to copy those blocks in that are OFFLOADED. All that are being copied in go first on their link."""

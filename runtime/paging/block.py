@@ -62,6 +62,7 @@ class Block:
     uses: positions within the last iteration at which it was used; empty while unknown.
     born: number of the iteration in which it was first seen.
     trace_id: its id in the trace that the current plan was made for, -1 if none.
+    held_back: the prefetch that was asked for last had to wait for room, for the block's own offload, or for user code.
     """
 
     __slots__ = (
@@ -69,6 +70,7 @@ class Block:
         "assumed_written",
         "born",
         "copy_is_valid",
+        "held_back",
         "key",
         "kind",
         "name",
@@ -121,6 +123,7 @@ class Block:
         self.next_use = 0
         self.uses: tuple[int, ...] = ()
         self.trace_id = -1
+        self.held_back = False
         self.version = 0
         self.updates = 0
         self.source: object = None

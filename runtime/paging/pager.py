@@ -275,6 +275,14 @@ class Pager(Stages):
         with self._lock:
             self._prefetches.ask_for([block])
 
+    def take_late(self) -> list[tuple[Block, float]]:
+        """Return the prefetched blocks that a stage had to wait for since the last call, each with the seconds that it waited.
+
+        Only those that waited for their link alone: an earlier prefetch would not have helped the others.
+        """
+        with self._lock:
+            return self._prefetches.take_late()
+
     # -- room
 
     def evict_until_free(self, size_bytes: int, *, keep: Sequence[Block]) -> None:

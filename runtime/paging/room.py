@@ -196,11 +196,15 @@ class PrefetchQueue(PagerPart):
         self._pieces = pieces
         self._waiting: deque[Block] = deque()
         self._beginning = False
+        self._late: list[tuple[Block, float]] = []
 
     def ask_for(self, blocks: Sequence[Block]) -> None:
         """Add prefetches of those blocks that are not on the device, and begin those that have room."""
-        self._waiting.extend([block for block in blocks if block.state not in _NOT_FETCHED])
+        asked = [block for block in blocks if block.state not in _NOT_FETCHED]
+        self._waiting.extend(asked)
         self.begin_ready()
+        for block in asked:
+            block.held_back = block.state is not PREFETCHING
 
     def take(self) -> list[Block]:
         """Drop the prefetches that have not begun. Return their blocks."""
@@ -256,3 +260,16 @@ class PrefetchQueue(PagerPart):
         for block in takeable:
             short -= self._transitions.take_memory(block)
         return short <= 0
+
+    # -- late prefetches
+
+    def note_late(self, coming: list[Block], seconds: float) -> None:
+        """Move those of `coming` that have landed to the late ones: a stage has waited so long for them."""
+        for block in [b for b in coming if b.state is ON_DEVICE]:
+            coming.remove(block)
+            self._late.append((block, seconds))
+
+    def take_late(self) -> list[tuple[Block, float]]:
+        """Return the late prefetches since the last call, see `Pager.take_late`."""
+        late, self._late = self._late, []
+        return late

@@ -77,11 +77,13 @@ class Observation:
 class Expectation:
     """What a plan promises for one iteration of the steady state.
 
-    ideal_seconds: sum of the stages on the device. contended: links that other links slow down, because they share a rate.
+    ideal_seconds: sum of the stages on the device. stall_seconds: waiting, by stage. contended: links that other links slow down,
+    because they share a rate.
     """
 
     iteration_seconds: float
     ideal_seconds: float
+    stall_seconds: tuple[float, ...]
     link_seconds_per_byte: dict[str, float]
     contended: frozenset[str] = frozenset()
 
@@ -101,6 +103,7 @@ class Expectation:
         return cls(
             iteration_seconds=timeline.iteration_seconds,
             ideal_seconds=sum(stage.end_seconds - stage.start_seconds for stage in timeline.stages),
+            stall_seconds=tuple(stage.stall_seconds for stage in timeline.stages),
             link_seconds_per_byte={link: busy_seconds[link] / size for link, size in moved_bytes.items() if size},
             contended=frozenset(n for n, alone in alone_seconds.items() if busy_seconds[n] > _CONTENDED * alone),
         )

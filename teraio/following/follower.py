@@ -1,6 +1,7 @@
-"""A plan in force: compares measured iterations with the plan's promises, and replaces it by a better plan.
+"""A plan in force: compares measured iterations with the plan's promises, corrects its starts, replaces it by a better plan.
 
-`drift` measures how far off the promises are, `background` makes the new plans. This file decides when each of them acts.
+`drift` measures how far off the promises are, `corrections` computes earlier starts, `background` makes the new plans. This file
+decides when each of them acts.
 
 [Note: Planning again]
 When the latest iterations drift from what the plan predicts (see `teraio.following.drift`), a trace with the measured times is
@@ -33,9 +34,10 @@ from dataclasses import dataclass, replace
 import planner
 from planner.errors import InfeasiblePlanError, TeraioError
 from planner.schema import Lengths
+from teraio.following.corrections import Corrections, planned_starts
 from teraio.following.drift import Drift, Expectation, Observation, drift_of, iterations_drift, remeasured, stages_plainly_off
 from teraio.following.observer import IterationObserver
-from teraio.following.schedule import StageSchedule, due_at_once
+from teraio.following.schedule import StageSchedule
 from teraio.following.thinned import ThinnedPlans
 from teraio.machine import Machine
 from teraio.options import Options
@@ -62,15 +64,18 @@ class _InForce:
     plan: planner.Plan
     expected: Expectation
     schedule: StageSchedule
+    corrections: Corrections
     thinned: ThinnedPlans
 
     @classmethod
     def of(cls, profile: Profile, plan: planner.Plan, replayed: planner.Timeline) -> _InForce:
+        schedule = StageSchedule.of(profile, plan)
         return cls(
             profile=profile,
             plan=plan,
             expected=Expectation.of(profile.trace, replayed),
-            schedule=StageSchedule.of(profile, plan),
+            schedule=schedule,
+            corrections=Corrections(plan.moves, schedule.reruns.count),
             thinned=ThinnedPlans(profile, plan),
         )
 
@@ -195,6 +200,8 @@ class PlanFollower:
             self._observations.append(observation)
             if not self._background.busy:
                 self._look_for_drift()
+            if self._adaptive:  # a plan that the user gave stays as it is, starts included
+                self._correct(iteration, observation)
         self._recorder.sampled = not self._wants_times()
         return False
 
@@ -221,6 +228,14 @@ class PlanFollower:
         )
         self._moved_bytes, self._busy_seconds = moved_bytes, busy_seconds
         return observation
+
+    def _correct(self, iteration: Iteration, observation: Observation) -> None:
+        now = self._now
+        reruns = now.schedule.reruns
+        if now.corrections.note(reruns.late(iteration), observation.waited_seconds, now.expected):
+            again = {each.position: each.seconds for each in iteration.reruns if each.position is not None}
+            starts = now.corrections.starts(reruns.spread(observation.stage_seconds, again))
+            self._cursor.change(replace(now.schedule, fetch_at=starts.fetch_at), due=starts.due)
 
     # -- planning again
 
@@ -291,10 +306,10 @@ class PlanFollower:
         if self._why:
             self._tell(promised, _replay(trace, self._old_plan_for(trace)), another=another)
         if another:
-            self._cursor.change(after.schedule, due=due_at_once(plan, after.schedule))
+            self._cursor.change(after.schedule, due=planned_starts(after.plan.moves, after.schedule.reruns.count).due)
             self._enforce(after)
         else:
-            self._enforce(replace(after, schedule=now.schedule))
+            self._enforce(replace(after, schedule=now.schedule, corrections=now.corrections))
         self._save()
         return another
 

@@ -21,7 +21,7 @@ from runtime.execution import StageRerun, StageRun, graph_of
 from runtime.paging import Block, Pager
 from teraio.following.schedule import StageSchedule
 from teraio.following.thinned import ThinnedPlans
-from teraio.profiling import Iteration, IterationRecorder
+from teraio.profiling import Iteration, IterationRecorder, LateBlocks
 
 
 class PlanCursor:
@@ -30,7 +30,7 @@ class PlanCursor:
     schedule: of the plan that is followed, None for no plan. thinned: what moves with shorter inputs, see
     [Note: Thinned plans].
     in_step: whether it expects the region that runs now, see [Note: Positions]. position: of the stage that runs now, or runs
-    next. deviations: how many regions were not where the plan expects them.
+    next. rerun_position: of the re-run that runs now. deviations: how many regions were not where the plan expects them.
     All calls are for the training thread; none waits.
     """
 
@@ -39,6 +39,7 @@ class PlanCursor:
         self.thinned: ThinnedPlans | None = None
         self.in_step = False
         self.position = 0
+        self.rerun_position: int | None = None
         self.deviations = self._deviations_before = 0
         self._pager = pager
         self._by_id: dict[int, Block] = {}
@@ -61,9 +62,13 @@ class PlanCursor:
 
     # -- blocks of the plan
 
+    def knows(self, block: Block) -> bool:
+        """Whether the plan moves this block by its trace id."""
+        return self._by_id.get(block.trace_id) is block
+
     def replace(self, before: Block, after: Block) -> None:
         """Transfer the planned moves of `before`, which is gone, to `after`, which has replaced it."""
-        if self._by_id.get(before.trace_id) is before and before.size_bytes == after.size_bytes:
+        if self.knows(before) and before.size_bytes == after.size_bytes:
             self._pager.record(ids={after: before.trace_id})
             self._by_id[after.trace_id] = after
 
@@ -99,6 +104,7 @@ class PlanCursor:
 
     def region_begins(self, identity: Hashable, stage_count: int) -> None:
         """Find the region in the plan, first from here on, then from the beginning, and set whether it is in step."""
+        self.rerun_position = None
         self.in_step = False
         self._stage_count = stage_count
         if self.schedule is None:
@@ -153,7 +159,9 @@ class PlanCursor:
         """Go through the re-runs at this position: the blocks that each has to make, and what to prefetch meanwhile."""
         while self.reruns_due and self.schedule is not None:
             made = (self._by_id.get(i) for i in self.schedule.reruns.made[self.position])
+            self.rerun_position = self.position
             yield [block for block in made if block is not None], self._to_prefetch(self.position)
+            self.rerun_position = None
             self._leave(self.position)
             self.position += 1
 
@@ -223,6 +231,7 @@ class IterationObserver:
         """See `Observer`. step_goes_on: user code has not run yet since the step that ended the iteration before."""
         self.recorder.region_begins(identity, stage_count, is_inference=is_inference, step_goes_on=step_goes_on)
         self._pager.parking.wake()
+        self._pager.take_late()  # forget what a failed stage waited for
         self._pager.advance_clock()  # the user code before the region counts as one stage
         self.plan.region_begins(identity, stage_count)
 
@@ -235,7 +244,7 @@ class IterationObserver:
     def stage_ended(self, run: StageRun) -> None:
         region = self.recorder.region
         position, first = region.first + len(region.stages), len(region.made)
-        self.recorder.stage_ended(run)
+        self.recorder.stage_ended(run, self._late())
         if run.made:
             self._recognise(run.made, first)
         self._pager.advance_clock(zip((*run.read, *run.made), self._until_next_uses(run, position), strict=False))
@@ -249,11 +258,16 @@ class IterationObserver:
         return self.plan.reruns() if self.plan.reruns_due else ()
 
     def stage_ran_again(self, rerun: StageRerun) -> None:
-        self.recorder.stage_ran_again(rerun)
+        self.recorder.stage_ran_again(rerun, self.plan.rerun_position, self._late())
 
     def region_ended(self) -> None:
         self.recorder.region_ended()
         self.plan.region_ended()
+
+    def _late(self) -> LateBlocks:
+        """Return what has been waited for since the last call, by trace id."""
+        late = self._pager.take_late()
+        return tuple((b.trace_id, t) for b, t in late if self.plan.knows(b)) if late else ()
 
     # -- iterations and blocks
 

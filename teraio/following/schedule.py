@@ -9,7 +9,7 @@ from itertools import groupby
 import planner
 from planner.schema import WaitingTier
 from runtime.execution import graph_of
-from teraio.profiling import Profile
+from teraio.profiling import Iteration, Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,20 @@ class RerunsByStage:
             made=made,
             dropped_after=after,
         )
+
+    def late(self, iteration: Iteration) -> dict[tuple[int, int], float]:
+        """Return how long stages and re-runs waited for prefetches, by trace id and by stage as the plan counts it."""
+        stages = zip(self.numbers, iteration.stages, strict=False)
+        first = {(block, number): seconds for number, stage in stages for block, seconds in stage.late}
+        planned = [(each.position, each.late) for each in iteration.reruns if each.position is not None]
+        return first | {(block, number): seconds for number, late in planned for block, seconds in late}
+
+    def spread(self, seconds: Sequence[float], again: Mapping[int, float]) -> list[float]:
+        """Return the seconds of all stages as the plan counts them. seconds: of those of the trace. again: of the re-runs."""
+        spread = [again.get(number, 0.0) for number in range(self.count)]
+        for number, each in zip(self.numbers, seconds, strict=True):
+            spread[number] = each
+        return spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +120,3 @@ class StageSchedule:
             ),
             reruns=reruns,
         )
-
-
-def due_at_once(plan: planner.Plan, schedule: StageSchedule) -> tuple[int, ...]:
-    """Return the blocks (trace ids) whose prefetches have begun in the iteration before, by the plan, in order of need."""
-    count = schedule.reruns.count
-    due = [move for move in plan.moves if move.prefetch is not None and move.prefetch.start <= count <= move.before]
-    return tuple(move.block for move in sorted(due, key=lambda move: move.before))

@@ -10,6 +10,8 @@ from runtime.device import Mark
 from runtime.execution import SizedGraph, graph_of
 from runtime.paging import Block
 
+# Prefetched blocks that were waited for, by trace id, each with the seconds from the start of the wait to its arrival.
+LateBlocks = tuple[tuple[int, float], ...]
 NEAR = 1.5  # measurements up to this multiple of the fastest one count as undisturbed
 
 
@@ -24,6 +26,7 @@ class StageRecord:
     read, made, written: the blocks that it used, created and changed.
     collective_seconds: the part of its time in collectives, waiting for other ranks as well; 0 where that cannot be told.
     never_again: why it must not run again; "" if it may.
+    late: the prefetched blocks that it had to wait for.
     code: what it runs: the same for stages that are alike; None if that is not known.
     retried: the allocator had to take memory away in it or before it, so that its time tells little; False once it is corrected.
     """
@@ -40,6 +43,7 @@ class StageRecord:
     made: tuple[Block, ...] = ()
     written: tuple[Block, ...] = ()
     never_again: str = ""
+    late: LateBlocks = ()
     code: Hashable = None
     retried: bool = False
 
@@ -59,11 +63,16 @@ def _take(stage: StageRecord, seconds: float) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class RerunRecord:
-    """One re-run of a forward stage. seconds: as in `StageRecord`. made_bytes: what it recomputed."""
+    """One re-run of a forward stage. position: its number in the plan; None if the plan does not have it.
+
+    seconds, late: as in `StageRecord`. made_bytes: what it recomputed.
+    """
 
     name: str
+    position: int | None
     made_bytes: int
     seconds: float = 0.0
+    late: LateBlocks = ()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from collections.abc import Hashable
 from runtime.device import Mark
 from runtime.execution import StageRerun, StageRun, graph_of
 from runtime.paging import Pager
-from teraio.profiling.iteration import Iteration, Region, RerunRecord, StageRecord
+from teraio.profiling.iteration import Iteration, LateBlocks, Region, RerunRecord, StageRecord
 
 _MOST_STAGES = 10_000  # stages that are recorded of one iteration
 # Inference regions in a row that are recorded. Those of a training step, such as a teacher's, are fewer.
@@ -143,8 +143,8 @@ class IterationRecorder:
         self._iteration.truncated |= not fits
         return fits
 
-    def stage_ended(self, run: StageRun) -> None:
-        """Record a stage."""
+    def stage_ended(self, run: StageRun, late: LateBlocks) -> None:
+        """Record a stage. late: see `StageRecord`."""
         record = StageRecord(
             name=run.name,
             phase=run.phase,
@@ -156,6 +156,7 @@ class IterationRecorder:
             made=tuple(run.made),
             written=tuple(run.written),
             never_again=run.never_again,
+            late=late,
             code=run.code,
             retried=self._has_retried(),
         )
@@ -170,10 +171,10 @@ class IterationRecorder:
         before, self._retries = self._retries, self._device.retries
         return self._retries > before
 
-    def stage_ran_again(self, rerun: StageRerun) -> None:
-        """Record a re-run: it has no place among the stages."""
+    def stage_ran_again(self, rerun: StageRerun, position: int | None, late: LateBlocks) -> None:
+        """Record a re-run: it has no place among the stages. position, late: see `RerunRecord`."""
         size_bytes = sum(block.size_bytes for block in rerun.made)
-        record = RerunRecord(name=rerun.name, made_bytes=size_bytes)
+        record = RerunRecord(name=rerun.name, position=position, made_bytes=size_bytes, late=late)
         if self._recording:
             self._iteration.reruns.append(record)
         self._measure(record, rerun.begin, rerun.end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -266,6 +267,52 @@ def test_blocks_that_are_gone_hold_nobody_up_in_the_queue(end: str) -> None:
         bench.pager.block_of(bench.tensors["gone"], name="gone", kind="activation", user_visible=False)
     evicted(bench, blocker)
     assert "in alive" in bench.mover.log and "in gone" not in bench.mover.log
+
+
+def test_what_a_stage_waited_for_is_late() -> None:
+    bench = Bench(8 * UNIT)
+    late, punctual, unasked = (evicted(bench, bench.make(name, 2)) for name in ("late", "punctual", "unasked"))
+    bench.pager.prefetch(punctual)
+    bench.mover.finish_all()
+    bench.pager.prefetch(late)
+    assert bench.pager.take_late() == [] and bench.pager.account.waited_seconds == 0.0
+    bench.run(punctual)
+    assert bench.pager.take_late() == [] and bench.pager.account.waited_seconds == 0.0
+    bench.run(punctual, late, unasked)
+    ((block, seconds),) = bench.pager.take_late()
+    assert block is late and seconds > 0.0 and bench.pager.account.waited_seconds > 0.0
+    assert bench.pager.take_late() == []
+
+
+def test_each_late_block_landed_when_it_did() -> None:
+    ticks = itertools.count(1)
+    bench = Bench(8 * UNIT, now_seconds=lambda: float(next(ticks)))
+    first, second = (evicted(bench, bench.make(name, 2)) for name in ("first", "second"))
+    bench.pager.prefetch(first)
+    bench.pager.prefetch(second)
+    bench.run(second, first)
+    (one, two) = bench.pager.take_late()
+    assert (one[0], two[0]) == (first, second) and one[1] < two[1]
+
+
+def test_what_waited_for_room_or_for_its_own_copy_out_is_not_late() -> None:
+    bench = Bench(4 * UNIT)
+    cramped = evicted(bench, bench.make("cramped", 2))
+    leaving, other = bench.make("leaving", 2), bench.make("other", 2)
+    bench.pager.prefetch(cramped)
+    bench.pager.offload(leaving)
+    bench.pager.prefetch(leaving)
+    bench.mover.finish()
+    assert cramped.state is State.PREFETCHING
+    bench.run(cramped)
+    bench.pager.offload(other)
+    bench.mover.finish_all()
+    assert leaving.state is State.ON_DEVICE
+    bench.pager.offload(cramped)
+    bench.pager.prefetch(cramped)
+    assert cramped.state is State.PREFETCHING, "a clean block is away at once, and its room is still there"
+    bench.run(cramped)
+    assert [block for block, _ in bench.pager.take_late()] == [cramped], "this time only for its link"
 
 
 # -- death

@@ -279,6 +279,7 @@ class Program:
             self._update()
             self._passing_block()
             bench.mover.finish_all()
+            pager.take_late()
         finally:
             pager.leave_region()
 

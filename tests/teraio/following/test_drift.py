@@ -1,4 +1,4 @@
-"""What was measured against what was predicted: made-up numbers with known answers."""
+"""What was measured against what was predicted, and prefetches that start earlier for it: made-up numbers with known answers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 
 import planner
+from planner import Move
 from planner.simulator import StageTimes, Timeline, Transfer
+from teraio.following import corrections
 from teraio.following.drift import Expectation, Observation, drift_of, remeasured
 
 from ...planner.traces import IN, OUT, block, group, links, shared_rate, staged, subgroup, trace, varying
+from ...planner.traces import move as planned_move
 
 
 def measured(*, shared: float | None = None) -> planner.Trace:
@@ -173,3 +176,105 @@ def test_a_rate_that_links_share(
     seen = replace(AS_EXPECTED, moved_bytes=moved, busy_seconds=busy)
     (found,) = remeasured(measured(shared=shared), expected, [seen]).hardware.shared
     assert found.bytes_per_second == pytest.approx(rate)
+
+
+# -- prefetches that start earlier
+
+COUNT = 10
+SECONDS = [1.0] * COUNT
+
+
+def move(number: int, start: int, before: int, *, after: int = 0, out_until: int | None = None, tier: str = "storage") -> Move:
+    """Dropped after `after`, or copied out until `out_until`."""
+    fields = planned_move(number, after, before, start, out=out_until is not None, tier=tier)
+    if out_until is not None:
+        fields["offload"]["free_after"] = out_until
+    return Move.model_validate(fields)
+
+
+UNEVEN = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 0.1, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("moves", "shifts", "seconds", "starts"),
+    [
+        # as many stages as cover the shift
+        *(
+            ([move(0, 7, 8)], {0: shift}, SECONDS, [start])
+            for shift, start in ((0.0, 7), (0.01, 6), (1.0, 6), (1.01, 5), (2.5, 4))
+        ),
+        ([move(0, 7, 8)], {0: 0.05}, UNEVEN, [6]),
+        ([move(0, 7, 8)], {0: 3.0}, UNEVEN, [5]),
+        # not before the copy out may have ended, or the use before; the plan itself may ask for it before that
+        ([move(0, 7, 8, after=2, out_until=4)], {0: 9.0}, SECONDS, [5]),
+        ([move(0, 7, 8, after=2)], {0: 9.0}, SECONDS, [3]),
+        ([move(0, 7, 8, after=2, out_until=7)], {0: 9.0}, SECONDS, [7]),
+        # what is ahead in the queue moves along, or holds back what is behind; other tiers have links of their own
+        ([move(0, 6, 8), move(1, 7, 9)], {1: 3.0}, SECONDS, [4, 4]),
+        ([move(0, 6, 8, after=4, out_until=4), move(1, 7, 9)], {1: 4.0}, SECONDS, [5, 5]),
+        ([move(0, 6, 8, tier="host"), move(1, 7, 9)], {1: 3.0}, SECONDS, [6, 4]),
+        # over the iteration's end, and so does the queue: block 1 of this iteration is ahead of block 0 of the next one
+        ([move(0, 11, 12, after=5)], {0: 2.5}, SECONDS, [8]),
+        ([move(0, 11, 12, after=2), move(1, 9, 9)], {0: 4.0}, SECONDS, [7, 7]),
+        ([move(2, 4, 5), move(0, 4, 6), move(1, 7, 8), move(3, 13, 14, after=9)], {}, SECONDS, [4, 4, 7, 13]),
+    ],
+)
+def test_where_prefetches_start(moves: list[Move], shifts: dict[int, float], seconds: list[float], starts: list[int]) -> None:
+    assert corrections.corrected_starts(moves, shifts, seconds) == dict(enumerate(starts))
+
+
+def test_the_order_of_starts() -> None:
+    """At one position, what was planned there first comes first. What is due when an iteration begins is in order of need."""
+    laid = corrections.lay_out_starts([move(0, 6, 8), move(1, 7, 9)], {0: 4, 1: 4}, COUNT)
+    assert laid.fetch_at[4] == (0, 1)
+    over = corrections.lay_out_starts([move(0, 11, 12, after=2), move(1, 9, 9)], {0: 7, 1: 7}, COUNT)
+    assert over.fetch_at[7] == (1, 0) and over.due == (0,)
+    moves = [move(0, 3, 4), move(1, 10, 17, after=5), move(2, 9, 12, after=5), move(3, 11, 12, after=5)]
+    planned = corrections.planned_starts(moves, COUNT)
+    assert planned == corrections.lay_out_starts(moves, {0: 3, 1: 10, 2: 9, 3: 11}, COUNT)
+    assert planned.due == (2, 1), "the others' starts are still to come, or belong to this iteration"
+
+
+@pytest.fixture
+def found() -> corrections.Corrections:
+    return corrections.Corrections([move(0, 7, 8), move(1, 12, 13, after=5)], COUNT)
+
+
+def expected(stalled: dict[int, float] | None = None) -> Expectation:
+    stalls = tuple((stalled or {}).get(stage, 0.0) for stage in range(COUNT))
+    return replace(EXPECTED, iteration_seconds=float(COUNT), stall_seconds=stalls)
+
+
+def test_half_of_the_smaller_lateness_is_made_up_for(found: corrections.Corrections) -> None:
+    """What was late once is not."""
+    for late in ({(0, 8): 3.0}, {}, {(0, 8): 3.0}):
+        assert not found.note(late, sum(late.values()), expected()) and found.shifts == {}
+    assert found.note({(0, 8): 1.0, (1, 3): 1.0}, 2.0, expected())
+    assert found.shifts == {0: 0.5}
+    assert found.note({(0, 8): 0.5, (1, 3): 0.6}, 1.0, expected())
+    assert found.shifts == {0: 0.75, 1: 0.3}
+    assert not found.note({}, 0.0, expected()), "what is in time stays where it is"
+    assert found.starts(SECONDS).fetch_at[6] == (0,)
+
+
+def test_predicted_waiting_trifles_and_other_blocks_are_not_lateness(found: corrections.Corrections) -> None:
+    for _ in range(3):
+        assert not found.note({(0, 8): 2.0, (1, 3): 0.009}, 2.0, expected({8: 2.0}))
+    for _ in range(3):
+        assert not found.note({(0, 5): 2.0, (7, 8): 2.0}, 4.0, expected()), "the plan fetches none of these there"
+    for _ in range(2):
+        found.note({(0, 8): 3.0}, 3.0, expected({8: 2.0}))
+    assert found.shifts == {0: 0.5}
+
+
+def test_corrections_that_help_stay_and_are_bounded(found: corrections.Corrections) -> None:
+    for waited in (3.0, 3.0, *[2.0] * 30):
+        found.note({(0, 8): waited}, waited, expected())
+    assert found.shifts == {0: 2.5}
+
+
+def test_corrections_that_do_not_help_are_dropped_for_good(found: corrections.Corrections) -> None:
+    changed = [found.note({(0, 8): 3.0}, 3.0, expected()) for _ in range(12)]
+    assert changed[1:3] == [True, True] and found.shifts == {}
+    assert found.starts(SECONDS).fetch_at[7] == (0,)
+    assert changed[9] and not any(changed[10:]), "given up after eight iterations that waited as long as before"

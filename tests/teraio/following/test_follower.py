@@ -1,4 +1,4 @@
-"""A plan in force, in virtual time: drift leads to a better plan, noise to nothing."""
+"""A plan in force, in virtual time: late prefetches become punctual, drift leads to a better plan, noise to nothing."""
 
 from __future__ import annotations
 
@@ -88,7 +88,43 @@ def test_a_weight_that_gets_other_memory_moves_by_the_plan_again(monkeypatch: py
     assert running.training.weights[6].trace_id == 6
 
 
-# -- a plan that stays
+# -- corrections
+
+
+@pytest.mark.parametrize(
+    ("weight", "planned", "seconds", "waits_first", "waits_last", "corrected"),
+    [
+        (6, 6, 2.5, 1.5, 0.0, 4),  # 0.75 s take it one stage ahead, then it is 0.5 s late: another stage
+        (1, 1, 2.5, 1.5, 0.0, 7),  # early in the iteration: to be in time, it has to be asked for in the one before
+        (2, 2, 2.5, 1.5, 0.0, 8),
+        (0, 0, 2.0, 2.0, 1.0, 8),  # asked for when it is needed: 1 s of waiting is planned and stays
+    ],
+)
+def test_a_late_prefetch_becomes_punctual(
+    training: VirtualTraining,
+    weight: int,
+    planned: int,
+    seconds: float,
+    waits_first: float,
+    waits_last: float,
+    corrected: int,
+) -> None:
+    running = Following(training, (weight, planned))
+    training.mover.seconds[IN] = seconds
+    running.run(9)
+    assert running.waited[1:3] == [waits_first] * 2 and running.waited[-3:] == [waits_last] * 3
+    assert sorted(running.waited[1:], reverse=True) == running.waited[1:], "no longer, either, when the start moves back"
+    assert running.asked_for(weight) == [corrected]
+
+
+def test_what_waits_for_room_is_not_corrected(training: VirtualTraining) -> None:
+    """Weight 6 finds no room before weight 5 has left."""
+    running = Following(training, (5, 4), (6, 5))
+    training.pager.account.budget_bytes = (STAGES - 1) * 32
+    training.mover.seconds[IN] = 2.5
+    running.run(9)
+    assert max(running.waited) > 0
+    assert running.asked_for(6) == [5] and running.asked_for(5) == [3], "weight 5 waited for its link, weight 6 for room"
 
 
 @pytest.mark.parametrize("options", [{"replan": False}, {"plan": __file__}])
@@ -116,7 +152,7 @@ def test_drift_leads_to_a_better_plan(training: VirtualTraining, caplog: pytest.
     out = {"trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"}
     running = Following(training, (2, 2), (3, 3), **out)
     running.jobs.answers = [None]
-    training.mover.seconds[IN] = 9.0
+    training.mover.seconds[IN] = 9.0  # no correction makes up for that
     with caplog.at_level(logging.INFO, logger="teraio"):
         running.run(12)
     (asked,) = running.jobs.asked

@@ -234,6 +234,26 @@ def test_what_the_allocator_did_in_iterations_without_times_is_not_a_later_stage
     assert recorded.timed and retries > 1 and not any(stage.retried for stage in recorded.stages)
 
 
+def test_late_blocks_are_recorded_where_they_were_waited_for(virtual: VirtualTraining) -> None:
+    follow_by_hand(virtual, (3, 3), (6, 6))
+    virtual.iteration()
+    virtual.mover.seconds["storage->device"] = 1.75
+    recorded = virtual.iteration()
+    late = {stage.name: stage.late for stage in recorded.stages if stage.late}
+    assert late == {"forward/3": ((3, 0.75),), "forward/6": ((6, 0.75),)}
+    assert recorded.waited_seconds == 1.5
+
+
+def test_what_a_stage_that_failed_waited_for_is_not_the_next_one_s(virtual: VirtualTraining) -> None:
+    follow_by_hand(virtual, (3, 3))
+    virtual.iteration()
+    virtual.pager.prefetch(virtual.weights[3])
+    virtual.pager.acquire([virtual.weights[3]], 0, "a stage that fails")
+    virtual.pager.retire([virtual.weights[3]], [])
+    recorded = virtual.iteration()
+    assert recorded.waited_seconds == 1.0 and all(stage.late == () for stage in recorded.stages)
+
+
 # -- following a plan
 
 

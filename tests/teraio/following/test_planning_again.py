@@ -24,7 +24,7 @@ from ..virtual import IN, STAGES, VirtualTraining, plan_for
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
 SLOW = 9.0
-"""Seconds of a copy that is late."""
+"""Seconds of a copy that no correction makes up for."""
 
 
 class PendingJobs(InstantJobs):

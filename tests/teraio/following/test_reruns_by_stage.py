@@ -11,6 +11,7 @@ import planner
 from planner import Budgets, Plan, Recompute, Trace, plan, with_shorter
 from runtime.device import WallMark
 from runtime.execution import SizedGraph, StageRerun
+from runtime.paging import Block
 from teraio.following import RerunsByStage, StageSchedule
 from teraio.following.thinned import ThinnedPlans
 from teraio.profiling import Iteration, Profile, Region
@@ -30,19 +31,27 @@ def test_numbers_and_places() -> None:
     assert placed.dropped_after == {2: (1,), 4: (0,)}, "1 is last read by stage 2, 0 by the re-run that makes 1 anew"
     without = RerunsByStage.of(layers(), [])
     assert without.count == 6 and list(without.numbers) == list(range(6)) and not without.made
+    assert placed.spread([1, 2, 3, 4, 5, 6], {4: 0.5}) == [1, 2, 3, 4, 0.5, 5, 0.0, 6]
 
 
 class Dropping(Training):
-    """Notes drops, and runs what is due before a backward stage."""
+    """Notes drops, and runs what is due before a backward stage. Each re-run waits half a second for the weight."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.late: list[tuple[Block, float]] = []
+        self.pager.take_late = self.take_late  # type: ignore[method-assign]
         self.pager.drop = lambda block: self.pager.asked.append(f"drop {block.name}")  # type: ignore[method-assign]
         self.ran: list[tuple[str, list[str], list[str]]] = []
         self.kept_stages: list[list[int]] = []
 
+    def take_late(self) -> list[tuple[Block, float]]:
+        late, self.late = self.late, []
+        return late
+
     def run_due(self, stage: str) -> None:
         for made, fetch in self.observer.reruns_due():
+            self.late.append((self.weight, 0.5))
             self.ran.append((stage, [b.name for b in made], [b.name for b in fetch]))
             again = StageRerun(name="forward/0", begin=WallMark(0.0), end=WallMark(0.25), made=made)
             self.observer.stage_ran_again(again)
@@ -71,6 +80,7 @@ def with_rerun(training: Dropping, moves: Sequence[planner.Move] = ()) -> None:
 
 
 def test_the_recorder_drops_and_runs_again_by_the_plan() -> None:
+    """What a re-run waits for is late at its place, so that it is fetched earlier from then on."""
     training = Dropping()
     with_rerun(training)
     done = training.iteration()
@@ -78,8 +88,12 @@ def test_the_recorder_drops_and_runs_again_by_the_plan() -> None:
     assert [each for each in asked if each.startswith("drop")] == ["drop activation0"]
     assert training.ran == [("backward 1", ["activation0"], [])]
     assert training.kept_stages[-3:] == [[0], [], []]
-    assert [(again.seconds, again.made_bytes) for again in done.reruns] == [(0.25, 64)]
+    assert [(again.position, again.seconds, again.made_bytes) for again in done.reruns] == [(5, 0.25, 64)]
     assert [len(region.stages) for region in done.regions] == [3, 3, 2], "a re-run is no stage of the record"
+
+    assert not any(stage.late for stage in done.stages)
+    assert training.observer.plan.schedule is not None
+    assert training.observer.plan.schedule.reruns.late(done) == {(WEIGHT, 5): 0.5}
 
 
 def test_moves_count_reruns_as_stages() -> None:
