@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from planner.errors import BudgetError, InfeasiblePlanError, OptionsError, PlanError
 from planner.ilp import MAX_INTEGER_STAGES
@@ -23,6 +24,7 @@ from planner.problem import (
     DEFAULT_TIME_LIMIT_SECONDS,
     DEFAULT_WRITE_WEIGHT,
     Decisions,
+    LaidOut,
     Problem,
     SolverSettings,
     build_plan,
@@ -151,7 +153,7 @@ def _optimised(name: str, make: Callable[[Trace, Budgets, Task], Iterator[Plan]]
 
     def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         task = Task(policy=name, settings=settings, rivals=tuple(HEURISTICS.values()))
-        made = _by_stretch(trace, budgets, task, make)
+        made = _by_pass(trace, budgets, task, make)
         if made is None:
             *_, made = make(trace, budgets, task)
         return _or_by_a_rule(made, trace, budgets, settings) if by_a_rule else made
@@ -159,27 +161,32 @@ def _optimised(name: str, make: Callable[[Trace, Budgets, Task], Iterator[Plan]]
     return policy
 
 
-def _by_stretch(
+def _by_pass(
     trace: Trace, budgets: Budgets, task: Task, make: Callable[[Trace, Budgets, Task], Iterator[Plan]]
 ) -> Plan | None:
-    """Return the fastest plan that `make` yields for the short iteration, once laid out over the whole one and made exact there.
+    """Return the fastest plan that `make` yields for one pass, once laid out over the whole iteration and made exact there.
 
     See [Note: iterations that repeat] in `planner.problem.repeats`. None for short iterations, for those in which nothing
-    repeats, and where no plan fits the whole iteration. Raises BudgetError and InfeasiblePlanError as `make` does.
+    repeats, and where no plan fits the whole iteration.
     """
     repeats = repeats_of(trace) if len(trace.stages) > WHOLE_STAGES else None
-    if repeats is None:
-        return None
     found: list[Plan] = []
-    for short in make(repeats.short, budgets, task):  # what is a little better there may be a little worse in the whole one
-        with suppress(InfeasiblePlanError, PlanError):
-            laid_out = repeats.laid_out(short)
-            problem, plan = _problem_of(trace, budgets, laid_out)
-            exact = exact_candidates(problem, decisions_of(problem, plan), task.settings.write_weight)
-            best = min(exact, key=lambda candidate: candidate.cost)
-            made = best.plan.model_copy(update={"policy": task.policy, "solver": short.solver})
-            found.append(folded(trace, laid_out.recompute, with_predictions(problem, made, best.timeline)))
+    with suppress(BudgetError, InfeasiblePlanError):
+        for once in make(repeats.once, repeats.budgets(budgets), task) if repeats is not None else ():
+            with suppress(BudgetError, InfeasiblePlanError, PlanError):
+                found.append(_laid_out(LaidOut(repeats, once), trace, budgets, task).model_copy(update={"solver": once.solver}))
     return min(found, key=lambda made: cost_of(made, trace, task.settings.write_weight), default=None)
+
+
+def _laid_out(whole: LaidOut, trace: Trace, budgets: Budgets, task: Task) -> Plan:
+    """Return the plan for `trace` that is laid out."""
+    border = optimise(Problem.of(whole.border, budgets), replace(task, draft=True))
+    on_host = [update.subgroup for update in border.updates if update.where == "host"]
+    problem = Problem.of(whole.trace, budgets, on_host)
+    exact = exact_candidates(problem, whole.decisions(problem, border), task.settings.write_weight)
+    best = min(exact, key=lambda candidate: candidate.cost)
+    made = best.plan.model_copy(update={"policy": task.policy})
+    return folded(trace, whole.recompute, with_predictions(problem, made, best.timeline))
 
 
 def _offload_only(trace: Trace, budgets: Budgets, task: Task) -> Iterator[Plan]:

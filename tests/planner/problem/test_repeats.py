@@ -1,4 +1,4 @@
-"""Stretches of an iteration that repeat: what the short iteration is, and what its plan means in the whole one."""
+"""Passes that repeat: what is planned of them, and what that means in the whole iteration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from planner import Budgets, Trace, floor, plan
 from planner.policies import registry
-from planner.problem import live_bytes, repeats_of
+from planner.problem import LaidOut, live_bytes, repeats_of
 from tests.planner.traces import hand, layers, microbatches, replay
 
 
@@ -16,15 +16,43 @@ def budgets(trace: Trace, share: float) -> Budgets:
     return Budgets(device_bytes=int(least + share * (peak - least)))
 
 
+def checked(made: Trace) -> Trace:
+    """The same trace, which its constructor has checked."""
+    return Trace.build(**{name: getattr(made, name) for name in Trace.model_fields})
+
+
 @pytest.mark.parametrize("user", [False, True])
-def test_passes_between_the_first_and_the_last_are_one_stretch(user: bool) -> None:
+def test_one_pass_stands_for_those_between_the_first_and_the_last(user: bool) -> None:
     traced = microbatches(6, user=user)
     found = repeats_of(traced)
     length = 6 + user
     assert found is not None
     assert (found.first, found.length, found.times) == (length, length, 4)
-    short = Trace.build(**{name: getattr(found.short, name) for name in Trace.model_fields})
-    assert short.fingerprint == microbatches(3, user=user).fingerprint
+    once = checked(found.once)
+    assert [stage.name for stage in once.stages] == [stage.name for stage in traced.stages[:length]]
+    kept = {kind: [block.persistent for block in once.blocks if block.kind == kind] for kind in ("activation", "gradient", "parameter")}
+    assert kept == {"activation": [False] * 3, "gradient": [True] * 3, "parameter": [True] * 3}
+    assert len(once.blocks) == 9, "states are used in no pass"
+    assert found.budgets(Budgets(device_bytes=20, host_bytes=100)).host_bytes == 100, "they can wait on the drive"
+    assert found.budgets(Budgets(device_bytes=20, host_bytes=100, storage_bytes=30)).host_bytes == 94
+
+
+@pytest.mark.parametrize("user", [False, True])
+def test_at_the_border_the_last_pass_follows_the_first(user: bool) -> None:
+    found = repeats_of(microbatches(6, user=user))
+    assert found is not None
+    alone = plan(found.once, Budgets(device_bytes=1000))
+    assert checked(LaidOut(found, alone).border).fingerprint == microbatches(2, user=user).rebuilt(recompute=()).fingerprint
+
+
+def test_what_runs_again_in_one_pass_does_so_in_all() -> None:
+    traced = microbatches(6, rate=2.0)
+    found = repeats_of(traced)
+    assert found is not None
+    chosen = plan(found.once, budgets(found.once, 0.0)).recompute
+    assert chosen
+    everywhere = LaidOut(found, plan(found.once, budgets(found.once, 0.0))).recompute
+    assert [(each.group % 3, each.at % 6) for each in everywhere] == [(each.group, each.at) for each in chosen] * 6
 
 
 @pytest.mark.parametrize("traced", [hand("chain"), layers(), microbatches(3)], ids=["no pass", "one pass", "three passes"])
@@ -41,7 +69,7 @@ def test_a_pass_with_another_block_is_not_alike() -> None:
 
 @pytest.mark.parametrize("user", [False, True])
 @pytest.mark.parametrize(("share", "policy"), [(0.0, "ilp"), (0.3, "offload-only"), (0.5, "ilp"), (0.7, "checkpoint")])
-def test_the_plan_of_the_short_iteration_holds_for_the_whole_one(
+def test_the_plan_of_one_pass_holds_for_the_whole_iteration(
     share: float, policy: str, user: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is replayed there, and no slower than moves on demand."""
