@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from planner.errors import BudgetError, InfeasiblePlanError, OptionsError, PlanError
 from planner.ilp import MAX_INTEGER_STAGES
-from planner.policies.optimise import Task, exact_candidates, optimise
+from planner.policies.optimise import Task, exact_with_starts, optimise
 from planner.policies.predictions import cost_of, with_bound, with_lower_bound, with_predictions
 from planner.policies.published import (
     all_on_host,
@@ -153,7 +153,7 @@ def _optimised(name: str, make: Callable[[Trace, Budgets, Task], Iterator[Plan]]
 
     def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         task = Task(policy=name, settings=settings, rivals=tuple(HEURISTICS.values()))
-        made = _by_pass(trace, budgets, task, make)
+        made = _by_pass(trace, budgets, replace(task, part=True), make)
         if made is None:
             *_, made = make(trace, budgets, task)
         return _or_by_a_rule(made, trace, budgets, settings) if by_a_rule else made
@@ -181,10 +181,8 @@ def _by_pass(
 def _laid_out(whole: LaidOut, trace: Trace, budgets: Budgets, task: Task) -> Plan:
     """Return the plan for `trace` that is laid out."""
     border = optimise(Problem.of(whole.border, budgets), replace(task, draft=True))
-    on_host = [update.subgroup for update in border.updates if update.where == "host"]
-    problem = Problem.of(whole.trace, budgets, on_host)
-    exact = exact_candidates(problem, whole.decisions(problem, border), task.settings.write_weight)
-    best = min(exact, key=lambda candidate: candidate.cost)
+    problem = Problem.of(whole.trace, budgets, [update.subgroup for update in border.updates if update.where == "host"])
+    best = exact_with_starts(problem, whole.decisions(problem, border), task.settings.write_weight)
     made = best.plan.model_copy(update={"policy": task.policy})
     return folded(trace, whole.recompute, with_predictions(problem, made, best.timeline))
 
