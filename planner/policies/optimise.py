@@ -287,12 +287,14 @@ def exact_with_starts(problem: Problem, start: Decisions, write_weight: float) -
     """
     filled = evict_furthest(problem, on_demand(problem, start), early=True, spread=True)
     given = prefetch_from(problem, filled, {index: decision.start for index, decision in start.items()})
-    best, better = None, ReplayedPlan.of(problem, given, write_weight)
-    while best is None or better.cost < best.cost * effort_of(problem.stage_count).better:
-        best = better
+    effort, best = effort_of(problem.stage_count), ReplayedPlan.of(problem, given, write_weight)
+    for _ in range(effort.rounds - 1):
         if out_of_time():
             break
-        better = ReplayedPlan.of(problem, schedule(problem, filled, best.clock, lead=0.0), write_weight)
+        tried = ReplayedPlan.of(problem, schedule(problem, filled, best.clock, lead=0.0), write_weight)
+        if tried.cost >= best.cost * effort.better:
+            break
+        best = tried
     return best
 
 
