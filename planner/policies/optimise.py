@@ -47,8 +47,8 @@ class Task:
 
     rivals: policies whose plans are candidates too. on_host: the subgroups that update on the host, if the program need not
     decide that; the host tier must have room for them. draft: only relaxed programs and little improvement, to compare
-    iterations. part: of an iteration, to be made exact there; what gains little is left out. known_bound: seconds that no plan can beat, 0 if not known. rivals_beyond: ask rivals only if the plan takes more
-    seconds.
+    iterations. part: of an iteration, to be made exact there; what gains little is left out. known_bound: seconds that no plan
+    can beat, 0 if not known. rivals_beyond: ask rivals only if the plan takes more seconds.
     """
 
     policy: str

@@ -28,7 +28,6 @@ from planner.problem import (
     Problem,
     SolverSettings,
     build_plan,
-    decisions_of,
     folded,
     host_updatable,
     out_of_time,
@@ -161,9 +160,7 @@ def _optimised(name: str, make: Callable[[Trace, Budgets, Task], Iterator[Plan]]
     return policy
 
 
-def _by_pass(
-    trace: Trace, budgets: Budgets, task: Task, make: Callable[[Trace, Budgets, Task], Iterator[Plan]]
-) -> Plan | None:
+def _by_pass(trace: Trace, budgets: Budgets, task: Task, make: Callable[[Trace, Budgets, Task], Iterator[Plan]]) -> Plan | None:
     """Return the fastest plan that `make` yields for one pass, once laid out over the whole iteration and made exact there.
 
     See [Note: iterations that repeat] in `planner.problem.repeats`. None for short iterations, for those in which nothing

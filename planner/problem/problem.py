@@ -72,13 +72,14 @@ Decisions = dict[int, Decision]
 class Problem:
     """A trace and budgets under which every stage can run, and what follows from them.
 
-    `source`: the whole trace. `on_host`: subgroups that update on the host, in this order. `trace`: the iteration that is left
-    for the device then. `live_bytes[s]`: device bytes during stage s if nothing leaves. `routes`: usable lower tiers, the fastest
-    to copy in first. `shared`: what their links can carry together. `updated`: subgroup by period, for periods around an update on
-    the host of the period's block. Such a period always has a decision: the block waits in the host tier. `host_blocks`: movable blocks of subgroups that update on the host, with their whole size. They
-    have their place in the host tier for good, and wait in no other tier. `gradient_leaves`: by block, the stage at whose end a
-    gradient of such a subgroup leaves, if that is later than right after its last use; `live_bytes` includes it until then.
-    `border`: the tier of each persistent block when the iteration begins, where that is given: decisions must agree with it.
+    `source`: the whole trace. `on_host`: subgroups that update on the host, in this order. `trace`: the iteration that is
+    left for the device then. `live_bytes[s]`: device bytes during stage s if nothing leaves. `routes`: usable lower tiers,
+    the fastest to copy in first. `shared`: what their links can carry together. `updated`: subgroup by period, for periods
+    around an update on the host of the period's block. Such a period always has a decision: the block waits in the host tier.
+    `host_blocks`: movable blocks of subgroups that update on the host, with their whole size. They have their place in the
+    host tier for good, and wait in no other tier. `gradient_leaves`: by block, the stage at whose end a gradient of such a
+    subgroup leaves, if that is later than right after its last use; `live_bytes` includes it until then. `border`: the tier
+    of each persistent block when the iteration begins, where that is given: decisions must agree with it.
     """
 
     source: Trace

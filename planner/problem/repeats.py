@@ -30,7 +30,7 @@ class Repeats:
     """From stage `first` of `trace` on, the same `length` stages run `times` times; after that comes such a pass once more.
 
     `once`: one of these passes as an iteration of its own, whose blocks and groups are numbered anew. `blocks`: by block of
-    `trace`, its counterpart in `once`, as far as a pass uses it. `groups`: by group of `once`, its counterparts, one in each pass.
+    `trace`, its counterpart in `once`, as far as a pass uses it. `groups`: by group of `once`, its counterparts in these passes.
     """
 
     trace: Trace
@@ -86,7 +86,10 @@ class LaidOut:
         self.border = self._border()
 
     def decisions(self, problem: Problem, border: Plan) -> Decisions:
-        """Return what `once` and the plan of the border decide, for a problem of `trace` with the updates on the host of the latter."""
+        """Return what the plans of `once` and of the border decide, for a problem of `trace`.
+
+        Its updates on the host are those of the border's plan.
+        """
         sources, cut = source_blocks(self._repeats.trace, self.recompute), self._length * self._repeats.times
         of_once = {(move.block, move.after): move for move in self._once.moves}
         of_border = {(self._left[move.block], move.after + cut * (move.after >= self._first)): move for move in border.moves}
