@@ -76,8 +76,8 @@ def plan(
     Waits for the result: for at most `time_limit_seconds` of processor time, and some seconds more where stages are many, since
     the step that it is in then ends first. The plan is then the best so far, a greedy one at least, and `plan.solver.status`
     says "time limit". Mostly searches end before. What ends them is counted, so that a busy machine makes the same plans. Where
-    a stretch of a long iteration repeats, it is planned once: [Note: iterations that repeat] in `planner.problem.repeats`; the
-    plan is compared with those of the HEURISTICS in the short iteration then.
+    passes of a long iteration repeat, one of them is planned: [Note: iterations that repeat] in `planner.problem.repeats`; the
+    plans of this pass are compared with those of the HEURISTICS then, that of the whole iteration is not.
 
     Raises BudgetError (the budget is below what one stage needs, or with keep-all below everything), InfeasiblePlanError (the
     lower tiers are too small), UnsupportedError (`"host-updates"` and `"stride-2"`: nothing can update on the host),
@@ -167,9 +167,11 @@ def _by_pass(trace: Trace, budgets: Budgets, task: Task, make: Callable[[Trace, 
     repeats, and where no plan fits the whole iteration.
     """
     repeats = repeats_of(trace) if len(trace.stages) > WHOLE_STAGES else None
+    if repeats is None:
+        return None
     found: list[Plan] = []
     with suppress(BudgetError, InfeasiblePlanError):
-        for once in make(repeats.once, repeats.budgets(budgets), task) if repeats is not None else ():
+        for once in make(repeats.once, repeats.budgets(budgets), task):
             with suppress(BudgetError, InfeasiblePlanError, PlanError):
                 found.append(_laid_out(LaidOut(repeats, once), trace, budgets, task).model_copy(update={"solver": once.solver}))
     return min(found, key=lambda made: cost_of(made, trace, task.settings.write_weight), default=None)

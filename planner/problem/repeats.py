@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
-from planner.problem.decisions import Decision, Decisions
-from planner.problem.problem import Problem
+from planner.problem.problem import Decision, Decisions, Problem
 from planner.problem.recompute import recomputed, source_blocks
 from planner.schema import Block, Budgets, Move, Plan, Recompute, Stage, Trace
 
@@ -273,8 +272,9 @@ class _Copies:
         for number, members in enumerate(groups):
             group = trace.recompute[members[0]]
             made, reads = (tuple(numbers[block] for block in each) for each in (group.blocks, group.reads))
-            changes = {"id": number, "stage": group.stage - first, "blocks": made, "reads": reads}
-            recompute.append(group.model_copy(update=changes))
+            recompute.append(
+                group.model_copy(update={"id": number, "stage": group.stage - first, "blocks": made, "reads": reads})
+            )
         return trace.model_copy(
             update={
                 "stages": tuple(stages),
