@@ -42,6 +42,7 @@ class Effort:
     close_alone: float = 1.002  # a plan without re-runs within this factor is good enough
     close_draft: float = 1.004  # a draft within this factor is good enough
     far: float = 1.02  # beyond it, rivals are asked, and a plan without re-runs is compared with more than the program's sets
+    far_in_part: float = 1.05  # the same for a part of an iteration
     worse_kinds: int = 2  # so many sets of more and more kinds that are no better, one after the other, end that comparison
     simple_sets: bool = False  # all simple sets of groups are tried, not only whole layers
     many: float = 0.5  # whole layers are tried if the program runs about this share of them again

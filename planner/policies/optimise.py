@@ -28,6 +28,8 @@ from planner.schedule import (
     StageClock,
     block_exchanges,
     evict_furthest,
+    on_demand,
+    prefetch_from,
     prune,
     schedule,
     tier_exchanges,
@@ -45,8 +47,8 @@ class Task:
 
     rivals: policies whose plans are candidates too. on_host: the subgroups that update on the host, if the program need not
     decide that; the host tier must have room for them. draft: only relaxed programs and little improvement, to compare
-    iterations. known_bound: seconds that no plan can beat, 0 if not known. rivals_beyond: ask rivals only if the plan takes more
-    seconds.
+    iterations. part: of an iteration, to be made exact there; what gains little is left out. known_bound: seconds that no plan
+    can beat, 0 if not known. rivals_beyond: ask rivals only if the plan takes more seconds.
     """
 
     policy: str
@@ -54,6 +56,7 @@ class Task:
     rivals: Sequence[Callable[[Problem], Decisions]] = ()
     on_host: Collection[int] | None = None
     draft: bool = False
+    part: bool = False
     known_bound: float = 0.0
     rivals_beyond: float = 0.0
 
@@ -96,7 +99,7 @@ class _Search:
         if not task.rivals_beyond:
             self.rivals = self._plans_of_rivals()
         too_full: InfeasiblePlanError | None = None
-        for start, report in _starts(self.problem, task.settings, task.on_host, integer=not task.draft):
+        for start, report in _starts(self.problem, task.settings, task.on_host, integer=not (task.draft or task.part)):
             self.reports += [report] if report else []
             try:
                 self.own += exact_candidates(*start, weight)
@@ -174,7 +177,9 @@ def _other_updates(search: _Search) -> list[ReplayedPlan]:
 
 
 def _around_user_code(search: _Search) -> list[ReplayedPlan]:
-    chosen = search.cheapest[: search.effort.around_user_code] if user_stages(search.problem.trace) else []
+    if (search.task.draft and search.task.part) or not user_stages(search.problem.trace):
+        return []
+    chosen = search.cheapest[: search.effort.around_user_code]
     return [around_user_code(each) for each in chosen]
 
 
@@ -188,7 +193,7 @@ def _other_tiers(search: _Search) -> list[ReplayedPlan]:
 
 def _other_blocks(search: _Search) -> list[ReplayedPlan]:
     """For the cheapest plan; in short iterations, for the cheapest with each choice of updates on the host."""
-    if search.task.draft or search.is_close(search.effort.blocks_beyond):
+    if search.task.draft or search.task.part or search.is_close(search.effort.blocks_beyond):
         return []
     found: dict[tuple[int, ...], ReplayedPlan] = {}
     for each in search.cheapest:
@@ -273,6 +278,24 @@ def exact_candidates(problem: Problem, start: Decisions, write_weight: float) ->
     if pruned == filled:
         return [first]
     return [first, _best_schedule(problem, pruned, write_weight, leads=(first.lead,), rounds=effort.rounds)]
+
+
+def exact_with_starts(problem: Problem, start: Decisions, write_weight: float) -> ReplayedPlan:
+    """The decisions made feasible, with prefetches where they say; then by the clock of the replay, as long as that is better.
+
+    Raises InfeasiblePlanError where the lower tiers are too small.
+    """
+    filled = evict_furthest(problem, on_demand(problem, start), early=True, spread=True)
+    given = prefetch_from(problem, filled, {index: decision.start for index, decision in start.items()})
+    effort, best = effort_of(problem.stage_count), ReplayedPlan.of(problem, given, write_weight)
+    for _ in range(effort.rounds - 1):
+        if out_of_time():
+            break
+        tried = ReplayedPlan.of(problem, schedule(problem, filled, best.clock, lead=0.0), write_weight)
+        if tried.cost >= best.cost * effort.better:
+            break
+        best = tried
+    return best
 
 
 def _best_schedule(

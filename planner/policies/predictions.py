@@ -43,10 +43,12 @@ def with_lower_bound(plan: Plan, trace: Trace, budgets: Budgets, *, threads: int
     `threads`: solver's.
     """
     enough, bound = plan.replayed.iteration_seconds * (1 - _TIGHT), plan.replayed.lower_bound_seconds
+    if bound >= enough:
+        return with_bound(plan, bound)
     try:
+        problem = Problem.of(trace, budgets)
         for instants in (*([] if bound else [None]), *more_instants(len(trace.stages))):
             if bound < enough:
-                problem = Problem.of(trace, budgets)
                 found = lower_bound_seconds(problem, threads=threads, enough_seconds=enough, max_instants=instants)
                 bound = max(bound, found)
     except BudgetError:  # only plans with re-runs fit, and no tier can be used

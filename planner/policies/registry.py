@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from planner.errors import BudgetError, InfeasiblePlanError, OptionsError, PlanError
 from planner.ilp import MAX_INTEGER_STAGES
-from planner.policies.optimise import Task, exact_candidates, optimise
+from planner.policies.optimise import Task, exact_with_starts, optimise
 from planner.policies.predictions import cost_of, with_bound, with_lower_bound, with_predictions
 from planner.policies.published import (
     all_on_host,
@@ -23,10 +24,10 @@ from planner.problem import (
     DEFAULT_TIME_LIMIT_SECONDS,
     DEFAULT_WRITE_WEIGHT,
     Decisions,
+    LaidOut,
     Problem,
     SolverSettings,
     build_plan,
-    decisions_of,
     folded,
     host_updatable,
     out_of_time,
@@ -75,8 +76,8 @@ def plan(
     Waits for the result: for at most `time_limit_seconds` of processor time, and some seconds more where stages are many, since
     the step that it is in then ends first. The plan is then the best so far, a greedy one at least, and `plan.solver.status`
     says "time limit". Mostly searches end before. What ends them is counted, so that a busy machine makes the same plans. Where
-    a stretch of a long iteration repeats, it is planned once: [Note: iterations that repeat] in `planner.problem.repeats`; the
-    plan is compared with those of the HEURISTICS in the short iteration then.
+    passes of a long iteration repeat, one of them is planned: [Note: iterations that repeat] in `planner.problem.repeats`; the
+    plans of this pass are compared with those of the HEURISTICS then, that of the whole iteration is not.
 
     Raises BudgetError (the budget is below what one stage needs, or with keep-all below everything), InfeasiblePlanError (the
     lower tiers are too small), UnsupportedError (`"host-updates"` and `"stride-2"`: nothing can update on the host),
@@ -151,7 +152,7 @@ def _optimised(name: str, make: Callable[[Trace, Budgets, Task], Iterator[Plan]]
 
     def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         task = Task(policy=name, settings=settings, rivals=tuple(HEURISTICS.values()))
-        made = _by_stretch(trace, budgets, task, make)
+        made = _by_pass(trace, budgets, replace(task, part=True), make)
         if made is None:
             *_, made = make(trace, budgets, task)
         return _or_by_a_rule(made, trace, budgets, settings) if by_a_rule else made
@@ -159,27 +160,30 @@ def _optimised(name: str, make: Callable[[Trace, Budgets, Task], Iterator[Plan]]
     return policy
 
 
-def _by_stretch(
-    trace: Trace, budgets: Budgets, task: Task, make: Callable[[Trace, Budgets, Task], Iterator[Plan]]
-) -> Plan | None:
-    """Return the fastest plan that `make` yields for the short iteration, once laid out over the whole one and made exact there.
+def _by_pass(trace: Trace, budgets: Budgets, task: Task, make: Callable[[Trace, Budgets, Task], Iterator[Plan]]) -> Plan | None:
+    """Return the fastest plan that `make` yields for one pass, once laid out over the whole iteration and made exact there.
 
     See [Note: iterations that repeat] in `planner.problem.repeats`. None for short iterations, for those in which nothing
-    repeats, and where no plan fits the whole iteration. Raises BudgetError and InfeasiblePlanError as `make` does.
+    repeats, and where no plan fits the whole iteration.
     """
     repeats = repeats_of(trace) if len(trace.stages) > WHOLE_STAGES else None
     if repeats is None:
         return None
     found: list[Plan] = []
-    for short in make(repeats.short, budgets, task):  # what is a little better there may be a little worse in the whole one
-        with suppress(InfeasiblePlanError, PlanError):
-            laid_out = repeats.laid_out(short)
-            problem, plan = _problem_of(trace, budgets, laid_out)
-            exact = exact_candidates(problem, decisions_of(problem, plan), task.settings.write_weight)
-            best = min(exact, key=lambda candidate: candidate.cost)
-            made = best.plan.model_copy(update={"policy": task.policy, "solver": short.solver})
-            found.append(folded(trace, laid_out.recompute, with_predictions(problem, made, best.timeline)))
+    with suppress(BudgetError, InfeasiblePlanError):
+        for once in make(repeats.once, repeats.budgets(budgets), task):
+            with suppress(BudgetError, InfeasiblePlanError, PlanError):
+                found.append(_laid_out(LaidOut(repeats, once), trace, budgets, task).model_copy(update={"solver": once.solver}))
     return min(found, key=lambda made: cost_of(made, trace, task.settings.write_weight), default=None)
+
+
+def _laid_out(whole: LaidOut, trace: Trace, budgets: Budgets, task: Task) -> Plan:
+    """Return the plan for `trace` that is laid out."""
+    border = optimise(Problem.of(whole.border, budgets), replace(task, draft=True))
+    problem = Problem.of(whole.trace, budgets, [update.subgroup for update in border.updates if update.where == "host"])
+    best = exact_with_starts(problem, whole.decisions(problem, border), task.settings.write_weight)
+    made = best.plan.model_copy(update={"policy": task.policy})
+    return folded(trace, whole.recompute, with_predictions(problem, made, best.timeline))
 
 
 def _offload_only(trace: Trace, budgets: Budgets, task: Task) -> Iterator[Plan]:

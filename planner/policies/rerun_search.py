@@ -72,7 +72,9 @@ class _Search:
     """The sets of groups that have been tried, and the best plan so far."""
 
     def __init__(self, trace: Trace, budgets: Budgets, task: Task) -> None:
-        self.trace, self.budgets, self.effort = trace, budgets, effort_of(len(trace.stages))
+        self.trace, self.budgets = trace, budgets
+        effort = effort_of(len(trace.stages))
+        self.effort = replace(effort, far=effort.far_in_part) if task.part else effort
         self.places = RerunPlaces(trace)
         self.best: Plan | None = None
         self._refusal: BudgetError | InfeasiblePlanError | None = None

@@ -18,7 +18,9 @@ class TierCapacity:
 
     def __init__(self, problem: Problem, decisions: Decisions) -> None:
         self._problem = problem
-        self._limits = {route.tier: route.budget_bytes for route in problem.routes}
+        most = max(problem.live_bytes) + sum(block.size_bytes for block in problem.host_blocks)  # no tier ever holds more
+        limits = {route.tier: route.budget_bytes for route in problem.routes}
+        self._limits = {tier: None if limit is None or most <= limit else limit for tier, limit in limits.items()}
         self._used = {tier: [0] * problem.stage_count for tier, limit in self._limits.items() if limit is not None}
         self._most = dict.fromkeys(self._used, 0)  # at any stage
         self._since: dict[tuple[str, int], int] = {}

@@ -72,14 +72,14 @@ Decisions = dict[int, Decision]
 class Problem:
     """A trace and budgets under which every stage can run, and what follows from them.
 
-    `source`: the whole trace. `on_host`: subgroups that update on the host, in this order. `trace`: the iteration that is left
-    for the device then. `live_bytes[s]`: device bytes during stage s if nothing leaves. `covering[s]`: the periods that contain
-    stage s. `routes`: usable lower tiers, the fastest to copy in first. `shared`: what their links can carry together. `updated`:
-    subgroup by period, for periods around an update on the host of the period's block. Such a period always has a decision: the
-    block waits in the host tier. `host_blocks`: movable blocks of subgroups that update on the host, with their whole size. They
-    have their place in the host tier for good, and wait in no other tier. `gradient_leaves`: by block, the stage at whose end a
-    gradient of such a subgroup leaves, if that is later than right after its last use; `live_bytes` includes it until then.
-    `border`: the tier of each persistent block when the iteration begins, where that is given: decisions must agree with it.
+    `source`: the whole trace. `on_host`: subgroups that update on the host, in this order. `trace`: the iteration that is
+    left for the device then. `live_bytes[s]`: device bytes during stage s if nothing leaves. `routes`: usable lower tiers,
+    the fastest to copy in first. `shared`: what their links can carry together. `updated`: subgroup by period, for periods
+    around an update on the host of the period's block. Such a period always has a decision: the block waits in the host tier.
+    `host_blocks`: movable blocks of subgroups that update on the host, with their whole size. They have their place in the
+    host tier for good, and wait in no other tier. `gradient_leaves`: by block, the stage at whose end a gradient of such a
+    subgroup leaves, if that is later than right after its last use; `live_bytes` includes it until then. `border`: the tier
+    of each persistent block when the iteration begins, where that is given: decisions must agree with it.
     """
 
     source: Trace
@@ -90,7 +90,6 @@ class Problem:
     routes: tuple[Route, ...]
     shared: tuple[SharedLimit, ...]
     live_bytes: tuple[int, ...]
-    covering: tuple[tuple[int, ...], ...]
     updated: dict[int, int]
     host_blocks: tuple[Block, ...]
     gradient_leaves: dict[int, int] = field(default_factory=dict)
@@ -118,10 +117,6 @@ class Problem:
         periods = inactive_periods(trace) if routes else ()
         if border is not None:  # what is on the device then stays there around it
             periods = tuple(p for p in periods if p.final or p.before < len(trace.stages) or border[p.block] != "device")
-        covering: list[list[int]] = [[] for _ in trace.stages]
-        for index, period in enumerate(periods):
-            for stage in range(period.after + 1, period.before):
-                covering[stage % len(trace.stages)].append(index)
         return cls(
             source=source,
             on_host=tuple(on_host),
@@ -131,7 +126,6 @@ class Problem:
             routes=routes,
             shared=shared_limits(trace.hardware, [link for route in routes for link in (route.outward, route.inward)]),
             live_bytes=tuple(live),
-            covering=tuple(tuple(indices) for indices in covering),
             updated=_updated(source, periods, on_host),
             host_blocks=tuple(block for number in on_host for block in movable_blocks(source, source.subgroups[number])),
             border=border,
@@ -141,6 +135,15 @@ class Problem:
     def stage_count(self) -> int:
         """Number of stages in the iteration."""
         return len(self.trace.stages)
+
+    @cached_property
+    def covering(self) -> list[list[int]]:
+        """The periods that contain each stage, by stage."""
+        found: list[list[int]] = [[] for _ in self.trace.stages]
+        for index, period in enumerate(self.periods):
+            for stage in range(period.after + 1, period.before):
+                found[stage % len(found)].append(index)
+        return found
 
     @cached_property
     def memo(self) -> dict[Hashable, Any]:

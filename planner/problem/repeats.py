@@ -1,88 +1,145 @@
-"""Iterations in which a stretch of stages repeats, as with gradient accumulation: a short one to plan, and its plan laid out.
+"""Iterations in which passes repeat, as with gradient accumulation: one pass to plan, and the border that the others leave.
 
 [Note: iterations that repeat] With n microbatches, n passes through the same graphs follow one another. The first may differ,
-as it makes the gradients, and the last one, as the update follows. The others are alike: the same stages, with blocks of the
-same sizes and uses. In the short iteration that stretch occurs once, between the pass before it and the pass after it: its
-borders. What is decided for the stretch then holds for all its copies; what is decided between its end and the pass after it
-also holds between two copies. All else stays. The result is a proposal for the whole iteration, to be made exact there.
+as it makes the gradients, and after the last one comes the update. The others are alike: the same stages, with blocks of the
+same sizes and uses. One of them is planned as an iteration of its own, `once`, which begins again when it has ended. What lives
+longer than a pass persists in it; what none of its stages uses, such as optimizer states, waits in a lower tier. What runs again
+in it does so in all passes, also in the first and the last, as far as these have stages of the same names.
+
+With these re-runs, the border is planned: the iteration from which all like passes are cut out, so that the last pass follows
+the first. Its plan decides about all that begins in a stage that is left there, the plan of `once` about the rest. Both together
+are a proposal for the whole iteration, to be made exact there.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
-from planner.problem.recompute import recomputed
-from planner.schema import Block, Move, Plan, Recompute, RecomputeGroup, Stage, Trace
+from planner.problem.problem import Decision, Decisions, Problem
+from planner.problem.recompute import recomputed, source_blocks
+from planner.schema import Block, Budgets, Move, Plan, Recompute, Stage, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """From stage `first` on, the same `length` stages run `times` times in an iteration; in `short`, they run once.
+    """From stage `first` of `trace` on, the same `length` stages run `times` times; after that comes such a pass once more.
 
-    `blocks`, `groups`: by block and recompute group (id) of `short`, its counterparts in the iteration: one, or one in each copy
-    of the stretch.
+    `once`: one of these passes as an iteration of its own, whose blocks and groups are numbered anew. `blocks`: by block of
+    `trace`, its counterpart in `once`, as far as a pass uses it. `groups`: by group of `once`, its counterparts in these passes.
     """
 
-    short: Trace
+    trace: Trace
     first: int
     length: int
     times: int
-    blocks: Sequence[Sequence[int]]
+    once: Trace
+    blocks: Mapping[int, int]
     groups: Sequence[Sequence[int]]
 
-    def laid_out(self, plan: Plan) -> Plan:
-        """Return a plan for the iteration that does what `plan` does in the short one; without placements and predictions."""
-        reruns = [each for each in plan.recompute if each.at >= self.first]
-        first = self.first + len(plan.recompute) - len(reruns)  # as re-runs number the stages
-        length = self.length + sum(each.at < self.first + self.length for each in reruns)
-        derived = recomputed(self.short, plan.recompute)
-        moves: list[Move] = []
-        for move in plan.moves:
-            begins = next((use for use in derived.blocks[move.block].uses if first <= use < first + length), None)
-            moves += self._copies(move, first, length, begins, len(derived.stages))
-        recompute = [Recompute(group=group, at=at) for each in plan.recompute for group, at in self._reruns(each)]
-        return plan.model_copy(update={"moves": tuple(moves), "recompute": tuple(recompute), "initial": (), "predicted": None})
+    def budgets(self, budgets: Budgets) -> Budgets:
+        """Return what of the budgets is left for a pass: what it does not use waits on drives, and else in host memory."""
+        idle = sum(block.size_bytes for block in self.trace.blocks if block.persistent and block.id not in self.blocks)
+        storage = budgets.storage_bytes
+        if self.trace.hardware.link("device", "storage") is not None:
+            taken = idle if storage is None else min(idle, storage)
+            idle, storage = idle - taken, None if storage is None else storage - taken
+        host = None if budgets.host_bytes is None else max(budgets.host_bytes - idle, 0)
+        return budgets.model_copy(update={"host_bytes": host, "storage_bytes": storage})
 
-    def _reruns(self, each: Recompute) -> Iterator[tuple[int, int]]:
-        inside = self.first <= each.at < self.first + self.length
-        at = each.at if each.at < self.first + self.length else each.at + (self.times - 1) * self.length
-        return ((group, at + number * self.length * inside) for number, group in enumerate(self.groups[each.group]))
+    def reruns(self, chosen: Sequence[Recompute]) -> tuple[Recompute, ...]:
+        """Return the re-runs of all passes, where `chosen` are those of `once`."""
+        found = [
+            Recompute(group=group, at=self.first + number * self.length + each.at)
+            for each in chosen
+            for number, group in enumerate(self.groups[each.group])
+        ]
+        group_of = {group.stage: group.id for group in self.trace.recompute}
+        for stages in (self.trace.stages[: self.first], self.trace.stages[self._end :]):
+            places = {(stage.phase, stage.name): stage.id for stage in stages}
+            for each in chosen:
+                names = (self.once.stages[stage] for stage in (self.once.recompute[each.group].stage, each.at))
+                stage, at = (places.get((like.phase, like.name)) for like in names)
+                if stage in group_of and at is not None:
+                    found.append(Recompute(group=group_of[stage], at=at))
+        return tuple(sorted(found, key=lambda each: each.at))  # stable: re-runs at one place keep their order
 
-    def _copies(self, move: Move, first: int, length: int, begins: int | None, stages: int) -> Iterator[Move]:
-        """The moves of all copies of the stretch in place of one. begins: the first use of the move's block in the stretch."""
-        blocks, end = self.blocks[move.block], first + length
-        last = (self.times - 1) * length
-        if first <= move.after and move.before < end:  # within the stretch
-            for number in range(self.times):
-                yield _shifted(move, number * length, number * length, blocks[number % len(blocks)])
-            return
-        if len(blocks) > 1:  # it dies with its copy of the stretch
-            for number in range(self.times):
-                yield _shifted(move, number * length, number * length, blocks[number])
-            return
-        if first <= move.after < end and begins is not None and move.prefetch is not None:  # from one copy to the next
-            for number in range(self.times - 1):
-                yield _shifted(move, number * length, begins + (number + 1) * length - move.before, blocks[0])
-        turns, back = divmod(move.before, stages)
-        yield _shifted(move, last * (move.after >= first), last * (turns + (back >= end)), blocks[0])
+    @property
+    def _end(self) -> int:
+        return self.first + self.times * self.length
 
 
-def _shifted(move: Move, after: int, before: int, block: int) -> Move:
-    """The move `after` stages later at its begin, and `before` stages later at its end."""
-    if not (after or before) and block == move.block:
-        return move
-    leave = min((move.after if move.offload is None else move.offload.start) + after, move.before + before - 1)
-    changes: dict[str, object] = {"block": block, "after": move.after + after, "before": move.before + before}
-    if move.offload is not None:
-        changes["offload"] = move.offload.model_copy(update={"start": leave, "free_after": leave})
-    if move.prefetch is not None:
-        start = max(move.prefetch.start + before, leave + 1)
-        changes["prefetch"] = move.prefetch.model_copy(update={"start": start, "ready_by": move.before + before})
-    return move.model_copy(update=changes)
+class LaidOut:
+    """The whole iteration with the re-runs that a plan for `once` chooses in all passes; and its border, to be planned."""
+
+    def __init__(self, repeats: Repeats, once: Plan) -> None:
+        self.recompute = repeats.reruns(once.recompute)
+        self.trace = recomputed(repeats.trace, self.recompute)
+        self._repeats, self._once = repeats, once
+        self._first = repeats.first + sum(each.at < repeats.first for each in self.recompute)
+        self._length = repeats.length + len(once.recompute)
+        self._left: list[int] = []  # the blocks of the border
+        self.border = self._border()
+
+    def decisions(self, problem: Problem, border: Plan) -> Decisions:
+        """Return what the plans of `once` and of the border decide, for a problem of `trace`.
+
+        Its updates on the host are those of the border's plan.
+        """
+        sources, cut = source_blocks(self._repeats.trace, self.recompute), self._length * self._repeats.times
+        of_once = {(move.block, move.after): move for move in self._once.moves}
+        of_border = {(self._left[move.block], move.after + cut * (move.after >= self._first)): move for move in border.moves}
+        # Between passes blocks are away that are so in either plan: each has made room by that.
+        over_once = {move.block: move for move in self._once.moves if move.before >= self._length}
+        over_border = {self._left[move.block]: move for move in border.moves if move.after < self._first <= move.before}
+        found: Decisions = {}
+        for index, period in enumerate(problem.periods):
+            number, after = divmod(period.after - self._first, self._length)
+            like = self._repeats.blocks.get(sources[period.block])
+            over = period.after < self._first + cut <= period.before or period.after < self._first <= period.before
+            if 0 <= number < self._repeats.times and like is not None:
+                move = of_once.get((like, after)) or (over_border.get(period.block) if over else None)
+            else:
+                move = of_border.get((period.block, period.after)) or (over_once.get(like) if over and like is not None else None)
+            if move is not None:
+                leave = min(period.after + _waits(move), period.last_leave)
+                start = period.before if move.prefetch is None else period.before - move.before + move.prefetch.start
+                found[index] = Decision(tier=move.tier, leave=leave, start=max(start, leave + 1))
+        return found
+
+    def _border(self) -> Trace:
+        trace, cut = self.trace, range(self._first, self._first + self._length * self._repeats.times)
+
+        def left(stages: Iterable[int]) -> tuple[int, ...]:
+            return tuple(stage - len(cut) * (stage >= cut.stop) for stage in stages if stage not in cut)
+
+        blocks: list[Block] = []
+        for block in trace.blocks:
+            reads, writes = left(block.reads), left(block.writes)
+            if reads or writes:
+                dies = None if block.dies_after is None else left([max(block.dies_after, cut.stop)])[0]
+                changes = {"id": len(blocks), "reads": reads, "writes": writes, "dies_after": dies}
+                blocks.append(block.model_copy(update=changes))
+                self._left.append(block.id)
+        numbers = {block: number for number, block in enumerate(self._left)}
+        subgroups = tuple(
+            each.model_copy(update={"stage": left([each.stage])[0], "blocks": tuple(numbers[block] for block in each.blocks)})
+            for each in trace.subgroups
+        )
+        stages = tuple(
+            stage.model_copy(update={"id": number})
+            for number, stage in enumerate([*trace.stages[: cut.start], *trace.stages[cut.stop :]])
+        )
+        changes = {"stages": stages, "blocks": tuple(blocks), "subgroups": subgroups, "recompute": (), "not_recomputed": ()}
+        return trace.model_copy(update=changes)
+
+
+def _waits(move: Move) -> int:
+    """How many stages after its last use the block leaves."""
+    return 0 if move.offload is None else move.offload.start - move.after
 
 
 def repeats_of(trace: Trace) -> Repeats | None:
@@ -91,18 +148,22 @@ def repeats_of(trace: Trace) -> Repeats | None:
     if found is None:
         return None
     first, length, times = found
-    copies = _Copies(trace, first, length, times)
-    return copies.folded()
+    for skipped in (0, 1):  # the first one is not like the others if it makes the gradients
+        copies = _Copies(trace, first + skipped * length, length, times - skipped)
+        repeats = copies.folded() if times - skipped >= 2 and copies.after_a_pass() else None
+        if repeats is not None:
+            return repeats
+    return None
 
 
 def _stretch(trace: Trace) -> tuple[int, int, int] | None:
-    """The first stage, the length and the number of the passes between the first and the last that run the same stages."""
+    """The first stage, the length and the number of the passes that run the same stages, but for the last of them."""
     likeness = [(stage.phase, stage.name) for stage in trace.stages]
     places: dict[tuple[str, str], list[int]] = defaultdict(list)
     for number, each in enumerate(likeness):
         if each[0] == "backward":
             places[each].append(number)
-    counts = Counter(len(each) for each in places.values() if len(each) >= 4).most_common(1)
+    counts = Counter(len(each) for each in places.values() if len(each) >= 3).most_common(1)
     if not counts:
         return None
     often = next(each for each in places.values() if len(each) == counts[0][0])
@@ -113,32 +174,34 @@ def _stretch(trace: Trace) -> tuple[int, int, int] | None:
             runs.append((number - begin, -begin))
             begin = number + 1
     alike, begin = max(runs)[0], -max(runs)[1]
-    passes = alike // length + 1
-    return (begin + length, length, passes - 2) if passes >= 4 else None
+    return begin, length, alike // length
 
 
 class _Copies:
-    """The copies of a stretch, and which blocks and groups of them are counterparts. None where they are not alike."""
+    """Like passes, and which blocks and groups of them are counterparts. None where they are not alike."""
 
     def __init__(self, trace: Trace, first: int, length: int, times: int) -> None:
         self._trace, self._first, self._length, self._times = trace, first, length, times
 
+    def after_a_pass(self) -> bool:
+        """Whether there is a pass before them."""
+        return any(stage.phase == "backward" for stage in self._trace.stages[: self._first])
+
     def folded(self) -> Repeats | None:
         trace = self._trace
         copies: list[dict[tuple[object, ...], list[int]]] = [defaultdict(list) for _ in range(self._times)]
-        single: list[int] = []
+        alike: list[tuple[int, ...]] = []
         for block in trace.blocks:
             ends = (block.uses[0], block.last_stage) if not block.persistent else (0, len(trace.stages) - 1)
             begin, end = map(self._copy_of, ends)
             if begin == end and begin is not None:
                 copies[begin][self._key(block, begin)].append(block.id)
-            elif self._repeats(block, begin, end):
-                single.append(block.id)
-            else:
+            elif not self._repeats(block, begin, end):
                 return None
+            elif self._relative(block.uses, 0):
+                alike.append((block.id,))
         if any(each.keys() != copies[0].keys() for each in copies):
             return None
-        alike: list[tuple[int, ...]] = [(number,) for number in single]
         for key, members in copies[0].items():
             if any(len(each[key]) != len(members) for each in copies):
                 return None
@@ -147,12 +210,14 @@ class _Copies:
         groups = self._groups()
         if groups is None or any(self._copy_of(subgroup.stage) is not None for subgroup in trace.subgroups):
             return None
+        blocks = {block: number for number, members in enumerate(alike) for block in members}
         return Repeats(
-            short=self._short(alike, groups),
+            trace=trace,
             first=self._first,
             length=self._length,
             times=self._times,
-            blocks=alike,
+            once=self._once(alike, groups, blocks),
+            blocks=blocks,
             groups=groups,
         )
 
@@ -175,61 +240,47 @@ class _Copies:
         return begin is None and end is None and all(each == uses[0] for each in uses)
 
     def _groups(self) -> list[tuple[int, ...]] | None:
+        """The groups of the first copy with their counterparts."""
         by_stage = {group.stage: group.id for group in self._trace.recompute}
         found: list[tuple[int, ...]] = []
         for group in self._trace.recompute:
-            copy = self._copy_of(group.stage)
-            if copy is None:
-                found.append((group.id,))
-            members = [by_stage.get(group.stage + number * self._length) for number in range(self._times)]
-            if copy == 0:
+            if self._copy_of(group.stage) == 0:
+                members = [by_stage.get(group.stage + number * self._length) for number in range(self._times)]
                 same = tuple(number for number in members if number is not None)
                 if len(same) < self._times:
                     return None
                 found.append(same)
         return found
 
-    def _short(self, alike: Sequence[Sequence[int]], groups: Sequence[Sequence[int]]) -> Trace:
+    def _once(self, alike: Sequence[Sequence[int]], groups: Sequence[Sequence[int]], numbers: Mapping[int, int]) -> Trace:
         trace, first, length = self._trace, self._first, self._length
-        cut = (self._times - 1) * length
-        number_of = {block: number for number, members in enumerate(alike) for block in members}
-
-        def kept(stages: Iterable[int]) -> tuple[int, ...]:
-            return tuple(
-                stage if stage < first + length else stage - cut
-                for stage in stages
-                if not first + length <= stage < first + length + cut
-            )
-
-        def group_of(number: int, members: Sequence[int]) -> RecomputeGroup:
-            group = trace.recompute[members[0]]
-            blocks, reads = ([number_of[block] for block in each] for each in (group.blocks, group.reads))
-            changes = {"id": number, "stage": kept([group.stage])[0], "blocks": tuple(blocks), "reads": tuple(reads)}
-            return group.model_copy(update=changes)
-
+        fixed = sum(b.size_bytes for b in trace.blocks if b.persistent and not b.movable and b.id not in numbers)
         stages: list[Stage] = []
-        for number in [*range(first + length), *range(first + length + cut, len(trace.stages))]:
-            copies = 1 if self._copy_of(number) is None else self._times
-            same = [trace.stages[number + copy * length] for copy in range(copies)]
+        for number in range(length):
+            same = [trace.stages[first + copy * length + number] for copy in range(self._times)]
             seconds, workspace = fmean(each.duration_seconds for each in same), max(each.workspace_bytes for each in same)
-            changes = {"id": len(stages), "duration_seconds": seconds, "workspace_bytes": workspace, "collective_seconds": 0.0}
+            changes = {"id": number, "duration_seconds": seconds, "workspace_bytes": workspace + fixed, "collective_seconds": 0.0}
             stages.append(same[0].model_copy(update=changes))
-        blocks = []
+        blocks: list[Block] = []
         for number, members in enumerate(alike):
             block = trace.blocks[members[0]]
-            dies = None if block.dies_after is None else kept([block.dies_after])[0]
-            changes = {"id": number, "reads": kept(block.reads), "writes": kept(block.writes), "dies_after": dies}
-            blocks.append(block.model_copy(update=changes))
-        subgroups = [
-            each.model_copy(update={"stage": kept([each.stage])[0], "blocks": tuple(number_of[block] for block in each.blocks)})
-            for each in trace.subgroups
-        ]
+            uses = {"reads": self._relative(block.reads, 0), "writes": self._relative(block.writes, 0)}
+            persistent = block.persistent or self._copy_of(block.uses[0]) is None
+            dies = None if block.dies_after is None or persistent else block.dies_after - first
+            blocks.append(block.model_copy(update={"id": number, "persistent": persistent, "dies_after": dies, **uses}))
+        recompute = []
+        for number, members in enumerate(groups):
+            group = trace.recompute[members[0]]
+            made, reads = (tuple(numbers[block] for block in each) for each in (group.blocks, group.reads))
+            recompute.append(
+                group.model_copy(update={"id": number, "stage": group.stage - first, "blocks": made, "reads": reads})
+            )
         return trace.model_copy(
             update={
                 "stages": tuple(stages),
                 "blocks": tuple(blocks),
-                "subgroups": tuple(subgroups),
-                "recompute": tuple(group_of(number, members) for number, members in enumerate(groups)),
+                "subgroups": (),
+                "recompute": tuple(recompute),
                 "not_recomputed": (),
             }
         )

@@ -1,12 +1,16 @@
-"""Stretches of an iteration that repeat: what the short iteration is, and what its plan means in the whole one."""
+"""Passes that repeat: what is planned of them, and what that means in the whole iteration."""
 
 from __future__ import annotations
+
+from collections import Counter
+from typing import Any
 
 import pytest
 
 from planner import Budgets, Trace, floor, plan
+from planner.lp import solve_program
 from planner.policies import registry
-from planner.problem import live_bytes, repeats_of
+from planner.problem import LaidOut, live_bytes, repeats_of
 from tests.planner.traces import hand, layers, microbatches, replay
 
 
@@ -16,15 +20,42 @@ def budgets(trace: Trace, share: float) -> Budgets:
     return Budgets(device_bytes=int(least + share * (peak - least)))
 
 
+def checked(made: Trace) -> Trace:
+    """The same trace, which its constructor has checked."""
+    return Trace.build(**{name: getattr(made, name) for name in Trace.model_fields})
+
+
 @pytest.mark.parametrize("user", [False, True])
-def test_passes_between_the_first_and_the_last_are_one_stretch(user: bool) -> None:
+def test_one_pass_stands_for_those_between_the_first_and_the_last(user: bool) -> None:
     traced = microbatches(6, user=user)
     found = repeats_of(traced)
     length = 6 + user
     assert found is not None
     assert (found.first, found.length, found.times) == (length, length, 4)
-    short = Trace.build(**{name: getattr(found.short, name) for name in Trace.model_fields})
-    assert short.fingerprint == microbatches(3, user=user).fingerprint
+    once = checked(found.once)
+    assert [stage.name for stage in once.stages] == [stage.name for stage in traced.stages[:length]]
+    kinds = Counter((block.kind, block.persistent) for block in once.blocks)
+    assert kinds == {("activation", False): 3, ("gradient", True): 3, ("parameter", True): 3}, "states are used in no pass"
+    assert found.budgets(Budgets(device_bytes=20, host_bytes=100)).host_bytes == 100, "they can wait on the drive"
+    assert found.budgets(Budgets(device_bytes=20, host_bytes=100, storage_bytes=30)).host_bytes == 94
+
+
+@pytest.mark.parametrize("user", [False, True])
+def test_at_the_border_the_last_pass_follows_the_first(user: bool) -> None:
+    found = repeats_of(microbatches(6, user=user))
+    assert found is not None
+    alone = plan(found.once, Budgets(device_bytes=1000))
+    assert checked(LaidOut(found, alone).border).fingerprint == microbatches(2, user=user).rebuilt(recompute=()).fingerprint
+
+
+def test_what_runs_again_in_one_pass_does_so_in_all() -> None:
+    traced = microbatches(6, rate=2.0)
+    found = repeats_of(traced)
+    assert found is not None
+    chosen = plan(found.once, budgets(found.once, 0.0)).recompute
+    assert chosen
+    everywhere = LaidOut(found, plan(found.once, budgets(found.once, 0.0))).recompute
+    assert [(each.group % 3, each.at % 6) for each in everywhere] == [(each.group, each.at) for each in chosen] * 6
 
 
 @pytest.mark.parametrize("traced", [hand("chain"), layers(), microbatches(3)], ids=["no pass", "one pass", "three passes"])
@@ -41,7 +72,7 @@ def test_a_pass_with_another_block_is_not_alike() -> None:
 
 @pytest.mark.parametrize("user", [False, True])
 @pytest.mark.parametrize(("share", "policy"), [(0.0, "ilp"), (0.3, "offload-only"), (0.5, "ilp"), (0.7, "checkpoint")])
-def test_the_plan_of_the_short_iteration_holds_for_the_whole_one(
+def test_the_plan_of_one_pass_holds_for_the_whole_iteration(
     share: float, policy: str, user: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is replayed there, and no slower than moves on demand."""
@@ -64,3 +95,20 @@ def test_what_is_a_little_better_in_the_short_iteration_may_lose_in_the_whole_on
     monkeypatch.setattr(registry, "WHOLE_STAGES", 10)
     one, other = (plan(traced, budgets(traced, 0.1), policy=policy, lower_bound=False) for policy in ("ilp", "offload-only"))
     assert replay(traced, one).iteration_seconds <= replay(traced, other).iteration_seconds * (1 + 1e-9)
+
+
+def test_many_passes_take_few_programs_and_come_close_to_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight passes through 34 layers over slow links: each pass waits a little, and each runs the same layers again."""
+    traced, solved = microbatches(8, 34, rate=3.0), []
+
+    def counted(*given: Any, **more: Any) -> Any:
+        solved.append(given)
+        return solve_program(*given, **more)
+
+    for module in ("planner.ilp.coarse", "planner.bound.lower_bound"):
+        monkeypatch.setattr(f"{module}.solve_program", counted)
+    made = plan(traced, budgets(traced, 0.1), threads=1)
+    assert len(traced.stages) > registry.WHOLE_STAGES and len(solved) <= 12
+    assert len(made.recompute) == 8 * len({each.group % 34 for each in made.recompute}) > 0
+    assert made.predicted is not None
+    assert replay(traced, made).iteration_seconds <= 1.06 * made.predicted.lower_bound_seconds
