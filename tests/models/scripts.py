@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,21 +187,18 @@ def words() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<end>")
 
 
-def nano_gpt_resumed(dtype: str, options: Options, folder: Path) -> Result:
-    """With a budget: a process trains for six steps, and another one goes on from its checkpoint. Without: one process.
-
-    dtype: of mixed precision; with float16, the script scales the loss.
-    """
+def nano_gpt_resumed(options: Options, folder: Path) -> Result:
+    """With a budget: a process trains for six steps, and another one goes on from its checkpoint. Without: one process."""
     np.random.default_rng(1).integers(1024, size=20_000).astype(np.uint16).tofile(folder / "train.bin")
     environment = {f"TERAIO_{name.upper()}": str(value) for name, value in options.items()}
     parts = [("scratch", 6), ("resume", 14)] if "memory_budget" in options else [("scratch", 14)]
-    found = [_in_new_process(environment, folder, dtype, *part) for part in parts]
+    found = [_in_new_process(environment, folder, *part) for part in parts]
     losses = sum((result.losses for result in found), start=())
     return Result(losses, (), (), found[-1].parameters, found[-1].progress)
 
 
-def _in_new_process(environment: Mapping[str, str], folder: Path, dtype: str, init_from: str, steps: int) -> Result:
-    chosen = {"out": folder, "backend": "teraio", "dtype": dtype, "init_from": init_from, "max_iters": steps, "eval_interval": 6}
+def _in_new_process(environment: Mapping[str, str], folder: Path, init_from: str, steps: int) -> Result:
+    chosen = {"out": folder, "backend": "teraio", "init_from": init_from, "max_iters": steps, "eval_interval": 6}
     arguments = [f"--{name}={value}" for name, value in chosen.items()]
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_train_nano_gpt, environment, arguments).result()
@@ -221,10 +217,5 @@ SCRIPTS = {
     "`GRPOTrainer`": Loop(case=Script(run=grpo, planned=True), package="trl"),
     "`SFTTrainer`, packed": Loop(case=Script(run=sft("bfd")), package="trl"),
     "`SFTTrainer`, packed and cut (`wrapped`)": Loop(case=Script(run=sft("wrapped"), planned=True), package="trl"),
-    **{
-        f"nanoGPT's script, autocast to {name}, resumed in a new process": Loop(
-            case=Script(run=partial(nano_gpt_resumed, dtype)), package="torch"
-        )
-        for name, dtype in (("bf16", "bfloat16"), ("fp16 with `GradScaler`", "float16"))
-    },
+    "nanoGPT's script, autocast to bf16, resumed in a new process": Loop(case=Script(run=nano_gpt_resumed), package="torch"),
 }

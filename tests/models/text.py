@@ -44,32 +44,13 @@ def causal(name: str, config: str = "", **settings: Any) -> nn.Module:
     return configured(name, "ForCausalLM", config, **_DECODER | settings)
 
 
-def gpt2() -> nn.Module:
-    sizes = {"vocab_size": WORDS, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 256}
-    return configured("GPT2", "LMHeadModel", **sizes, **_ENDS)
-
-
 def llama(**settings: Any) -> nn.Module:
     return causal("Llama", **settings)
 
 
-_SLIDING: dict[str, Any] = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
-
-
-def gemma2() -> nn.Module:
-    return causal("Gemma2", **_SLIDING)
-
-
 def gemma3() -> nn.Module:
-    return causal("Gemma3", "Gemma3Text", **_SLIDING, query_pre_attn_scalar=WIDTH // HEADS)
-
-
-def qwen3() -> nn.Module:
-    return causal("Qwen3")
-
-
-def mixtral() -> nn.Module:
-    return causal("Mixtral", num_local_experts=4, **_EXPERTS)
+    layers = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
+    return causal("Gemma3", "Gemma3Text", **layers, query_pre_attn_scalar=WIDTH // HEADS)
 
 
 def qwen3_moe() -> nn.Module:
