@@ -1,7 +1,6 @@
 """The demo's parts: repeatable text, a model that learns it, memory as the system sees it, and its verdict."""
 
 import itertools
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from examples.gpt import GPT, GPTConfig
 from examples.report import Run, faults, losses_table, speed_line, summary_table
 from examples.text import batches, standard_library_text
 from examples.train_larger import live, table
-from examples.train_text import Running, both, device_budget, take_turns, write_page
+from examples.train_text import Running, both, device_budget, take_turns
 from examples.training import Report, Setting, Step, computing_seconds
 from examples.worker import Worker, WorkerFailed
 
@@ -126,24 +125,17 @@ def test_equal_losses_in_half_the_memory_pass() -> None:
     ("other", "message"),
     [
         (second((3.0, 2.50001)), "losses of iteration 2 disagree: 2.5 and 2.50001"),
-        (second((3.0, float("nan"))), "losses of iteration 2 disagree: 2.5 and nan"),
         (second(peak_bytes=51 * MIB), "peaked at 51 MiB, over half of the first run's, 50 MiB"),
         (second(device_peak_bytes=31 * MIB), "took 31 MiB, over their budget of 30 MiB"),
         (second(moved_bytes={"device->storage": 0}), "nothing was moved"),
         (second(phase="profile"), "use more iterations"),
-        (run([3.0, 2.5], peak_bytes=1, status=None), "nothing was moved"),
     ],
 )
 def test_each_fault_is_named(other: Run, message: str) -> None:
     assert any(message in fault for fault in faults(FIRST, other))
 
 
-def test_a_run_that_lacks_iterations_is_not_compared() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        faults(FIRST, second((3.0,)))
-
-
-# -- both trainings take turns, the demo's figure has a spread, and it leaves nothing outside of its folder
+# -- both trainings take turns, the demo's figure has a spread, and all is within one folder
 
 
 def step(phase: str = "planned", seconds: float = 1.0) -> Step:
@@ -225,23 +217,3 @@ def test_both_take_as_many_steps_within_one_folder(tmp_path: Path, monkeypatch: 
     for _, log, environment in GivenWorker.made:
         assert log.parent == tmp_path
         assert all(environment[name].startswith(str(tmp_path)) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"))
-
-
-@pytest.mark.long
-def test_it_leaves_nothing_outside_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("HOME", "XDG_CACHE_HOME", "TMPDIR"):
-        (tmp_path / variable).mkdir()
-        monkeypatch.setenv(variable, str(tmp_path / variable))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr(train_text, "device_budget", lambda peak: peak.device_peak_bytes // 2)
-    model = GPTConfig(layers=3, width=256, heads=4, context=128)
-    setting = Setting(model=model, batch=8, deterministic=True)
-    output = tmp_path / "output"
-    first, second = both(setting, 24, 2, output, Console(quiet=True))
-    assert [one.loss for one in first.steps] == [other.loss for other in second.steps] and len(first.turns) == 2
-    assert "<html" in write_page(output).read_text()
-    outside = [file for file in tmp_path.rglob("*") if not file.is_dir() and not file.is_relative_to(output)]
-    assert not outside, [os.fspath(file) for file in outside]
-    assert {file.name for file in output.iterdir()} == {
-        *("all-the-memory.log", "half-the-memory.log", "temporary", "plan.json", "report.html", "trace.json")
-    }
