@@ -29,15 +29,6 @@ def record(run: Run, loss: Tensor) -> None:
     run.record_gradients()
 
 
-def generate(run: Run, batch: Batch, index: int) -> None:
-    """Continue a sentence after each step, with the model as the user made it."""
-    plain_step(run, batch, index)
-    run.module.eval()
-    words = run.module.generate(batch["input_ids"][:2, :8], max_new_tokens=4, do_sample=False, use_cache=True)
-    run.record("words", words)
-    run.module.train()
-
-
 def step_by_closure(run: Run, batch: Batch, index: int) -> None:
     """The optimizer computes the loss, as in Lightning's automatic loop."""
     run.optimizer.step(partial(closure, run, batch))
@@ -99,25 +90,6 @@ def lbfgs(module: nn.Module) -> Optimizer:
     return torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=2, max_eval=3, history_size=2)
 
 
-def two_adapters() -> nn.Module:
-    """A Llama with the LoRA adapters `default` and `other`."""
-    model = others.llama_with_adapters()
-    model.add_adapter("other", model.peft_config["default"])
-    return model
-
-
-def of_all_adapters(module: nn.Module) -> Optimizer:
-    return torch.optim.AdamW([p for name, p in module.named_parameters() if "lora_" in name], lr=1e-3)
-
-
-def switch_adapters(run: Run, batch: Batch, index: int) -> None:
-    """Train the two adapters by turns, and evaluate without any."""
-    run.module.set_adapter(("default", "other")[index % 2])
-    plain_step(run, batch, index)
-    with torch.no_grad(), run.module.disable_adapter():
-        run.record("loss without adapters", run.loss(batch))
-
-
 def mix(run: Run, batch: Batch, index: int) -> None:
     """As timm's script: mixed pictures and classes, clipped gradients, and a moving average of the model."""
     import timm.data
@@ -151,16 +123,9 @@ def llama(
 
 PLANNED = {"steps": None, "planned": True}
 LOOPS = {
-    "`generate` in between": llama(generate),
-    **{
-        f"{name}, one plan for all lengths": llama(
-            make_batches=batches, steps=14, planned=True, compile_options={"dynamic": True}
-        )
-        for name, batches in (
-            ("`DataCollatorWithPadding`, grouped by length", text.grouped),
-            ("`DataCollatorWithFlattening`", text.flattened),
-        )
-    },
+    "`DataCollatorWithFlattening`, one plan for all lengths": llama(
+        make_batches=text.flattened, steps=14, planned=True, compile_options={"dynamic": True}
+    ),
     "packed by `cu_seqlens`, one plan for all lengths": llama(
         make=OfDocuments, make_batches=text.packed, steps=14, planned=True, compile_options={"dynamic": True}
     ),
@@ -169,7 +134,6 @@ LOOPS = {
     "LBFGS": llama(step_by_closure, make_optimizer=lbfgs),
     "`GradScaler`, autocast to fp16": llama(scale, compute_loss=partial(autocast_loss, dtype=torch.float16), steps=6),
     "`GradScaler`, autocast to bf16": llama(scale, compute_loss=autocast_loss, **PLANNED),
-    "two LoRA adapters by turns": llama(switch_adapters, two_adapters, make_optimizer=of_all_adapters, steps=6, package="peft"),
     "mixup and moving average, as in timm's script": llama(
         mix,
         partial(others.timm_model, "vit_tiny_patch16_224", **others.VIT),

@@ -118,24 +118,6 @@ def _texts(count: int, *, shortest: int, longest: int) -> list[dict[str, list[in
     return [{"input_ids": torch.randint(3, WORDS, (length,), generator=draw).tolist()} for length in lengths]
 
 
-def grouped(steps: int) -> list[Batch]:
-    """Texts of 2 to 96 words, those of like length together, padded to the longest of their batch. The last batch has fewer."""
-    from tokenizers import Tokenizer, models
-    from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast
-    from transformers.trainer_pt_utils import LengthGroupedSampler
-
-    words = Tokenizer(models.WordLevel({"<end>": 0}, unk_token="<end>"))
-    pad = DataCollatorWithPadding(PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<end>"))
-    rows = 16
-    texts = _texts(rows * steps - rows // 2, shortest=2, longest=96)
-    sampler = LengthGroupedSampler(
-        rows, lengths=[len(each["input_ids"]) for each in texts], generator=torch.Generator().manual_seed(5)
-    )
-    order = list(sampler)
-    made = [dict(pad([texts[number] for number in order[first : first + rows]])) for first in range(0, len(order), rows)]
-    return [{**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)} for batch in made]
-
-
 def flattened(steps: int) -> list[Batch]:
     """Texts one after another in one row of 500 to 1,700 words, with positions that begin anew at each."""
     from transformers import DataCollatorWithFlattening
