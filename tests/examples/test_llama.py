@@ -120,16 +120,6 @@ def call(small_sizes: None) -> Call:
     return lambda *arguments: CliRunner().invoke(app, [*arguments], env={"COLUMNS": "300"})
 
 
-def test_a_plain_run_prints_losses_speed_and_peak(call: Call) -> None:
-    outcome = call("--backend", "eager", "--steps", "3", "--batch", "2", "--context", "32")
-    assert outcome.exit_code == 0, outcome.output
-    lines = outcome.output.splitlines()
-    assert [line.split()[0] for line in lines[:3]] == ["1", "2", "3"]
-    assert all("loss" in line and "tokens/s" in line for line in lines[:3])
-    assert "million parameters" in outcome.output and "peak resident set" in outcome.output
-    assert "teraio" not in outcome.output
-
-
 def test_a_budget_moves_tensors(call: Call, tmp_path: Path) -> None:
     tiers = ("--memory-budget", "84MiB", "--storage", str(tmp_path), "--codegen", "eager")
     outcome = call("--steps", "6", "--batch", "4", *tiers)
