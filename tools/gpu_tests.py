@@ -15,7 +15,6 @@ from pathlib import Path
 FOLDER = Path("tests/gpu")
 ORDER = (
     "test_made_up_driver.py",
-    "test_storage_swap.py",
     "test_stores.py",
     "test_stream_sequences.py",
     "test_host_memory.py",

@@ -1,4 +1,4 @@
-"""The benchmark's command line: its parts and defaults, what it refuses, the file it writes."""
+"""The benchmark's command line: what it refuses, the file it writes."""
 
 import json
 from pathlib import Path
@@ -8,19 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from benchmarks.__main__ import DEFAULT, llama_parts, llama_scale_for, main, parts, scale_for
-from benchmarks.alone import Runner
-from benchmarks.emulated import Emulation
-from benchmarks.planner_cases import Selection
+from benchmarks.__main__ import main
 from benchmarks.results import Result, versions
-
-
-def test_every_default_part_exists_and_a_gpu_trains_what_the_readme_says(tmp_path: Path) -> None:
-    scale = llama_scale_for("cuda", tmp_path, 3, sizes=[], dtype=None, minutes=7.5, batch=None, context=None)
-    chosen = Selection(output=tmp_path), Emulation(output=tmp_path)
-    known = {*parts(scale_for("cpu", tmp_path, 1), *chosen), *llama_parts(Runner(scale))}
-    assert {*DEFAULT["cpu"], *DEFAULT["cuda"]} <= known
-    assert (scale.batch, scale.context, scale.dtype, scale.limit_seconds) == (4, 2048, "bfloat16", 450)
 
 
 def command(*arguments: str) -> Any:

@@ -1,14 +1,12 @@
 """The planner's benchmark: variants of traces, its arithmetic, its processes, and real plans of small cases."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.planner_cases import cases, outcomes, outcomes_of
+from benchmarks.planner_cases import cases, outcomes_of
 from benchmarks.planner_policies import samples_of
-from benchmarks.planning import PlanningFailed, planned_apart
-from benchmarks.transformer_trace import LLAMA_3_8B, Workload
+from benchmarks.planning import planned_apart
 from benchmarks.variants import budgets_for, with_errors, with_rates, with_times
 from planner import Trace, plan, simulate
 from planner.policies import POLICIES
@@ -21,25 +19,16 @@ def chain() -> Trace:
     return Trace.load(HAND / "chain.json")
 
 
-@pytest.fixture(scope="module")
-def transformer() -> Trace:
-    return Workload(model=replace(LLAMA_3_8B, layers=2), batch=1, sequence=1024).trace()
-
-
-def test_variants_have_other_rates_and_bounded_repeatable_errors(chain: Trace, transformer: Trace) -> None:
+def test_variants_have_other_rates_and_bounded_repeatable_errors(chain: Trace) -> None:
     slow = with_rates(chain, 0.5)
     assert slow.fingerprint != chain.fingerprint and (slow.stages, slow.blocks) == (chain.stages, chain.blocks)
     # Four copies of 10 bytes that nothing hides (traces/README.md): 6 s + 4 x 2 s.
     assert simulate(slow, plan(slow, budgets_for(slow, 10))).iteration_seconds == pytest.approx(14.0)
     assert with_times(chain, [2.0] * 6).ideal_seconds == 2 * chain.ideal_seconds == 12.0
-    first, second, again = (with_errors(transformer, seed=seed, largest=0.25) for seed in (0, 1, 0))
-    assert first.fingerprint == again.fingerprint
-    assert len({transformer.fingerprint, first.fingerprint, second.fingerprint}) == 3
-    pairs = zip(transformer.stages, first.stages, strict=True)
-    factors = [after.duration_seconds / before.duration_seconds for before, after in pairs]
-    assert 0.75 <= min(factors) < 0.85 and 1.15 < max(factors) <= 1.25
-    for group in first.subgroups:
-        assert group.device_seconds == pytest.approx(first.stages[group.stage].duration_seconds)
+    first, second, again = (with_errors(chain, seed=seed, largest=0.25) for seed in (0, 1, 0))
+    assert first.fingerprint == again.fingerprint != second.fingerprint
+    pairs = zip(chain.stages, first.stages, strict=True)
+    assert all(0.75 <= after.duration_seconds / before.duration_seconds <= 1.25 for before, after in pairs)
 
 
 def test_a_plan_is_made_in_a_process_of_its_own(chain: Trace, tmp_path: Path) -> None:
@@ -50,11 +39,6 @@ def test_a_plan_is_made_in_a_process_of_its_own(chain: Trace, tmp_path: Path) ->
     assert planned.seconds > planned.plan_seconds
     assert 20 << 20 < planned.process_bytes < 1 << 30
     assert (tmp_path / "plan.json").exists()
-
-
-def test_a_process_that_fails_says_why(chain: Trace, tmp_path: Path) -> None:
-    with pytest.raises(PlanningFailed, match="BudgetError"):
-        planned_apart(chain, 5, tmp_path)
 
 
 def test_every_policy_is_measured_by_the_simulator_or_refuses(chain: Trace) -> None:
@@ -71,10 +55,3 @@ def test_every_policy_is_measured_by_the_simulator_or_refuses(chain: Trace) -> N
     samples = samples_of(found)
     assert samples["chain | floor + 5 % | x2 | keep-all | BudgetError"] == []
     assert samples["chain | floor + 5 % | x2 | ilp"][0] == pytest.approx(8 / 6)
-
-
-def test_several_processes_find_the_same(chain: Trace, tmp_path: Path) -> None:
-    listed = list(cases({"chain": chain}, (1.0,)))
-    alone, together = (outcomes(tmp_path / "log", listed, ("belady", "ilp"), processes=count) for count in (1, 2))
-    assert [replace(one, plan_seconds=0.0) for one in alone] == [replace(one, plan_seconds=0.0) for one in together]
-    assert len((tmp_path / "log").read_text().splitlines()) == len(together) == 8

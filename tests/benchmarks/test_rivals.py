@@ -1,4 +1,4 @@
-"""Other ways to save memory: which trainings run, what each of them does at a tiny size, and why some cannot run here."""
+"""Other ways to save memory: what each of them does at a tiny size, and why some cannot run here."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from benchmarks import alone
-from benchmarks.__main__ import llama_parts
 from benchmarks.alone import Run, Runner
 from benchmarks.rival_training import CannotRun, RivalSetting, RivalTraining, begin
-from benchmarks.rivals import PROGRAM, RIVALS
+from benchmarks.rivals import PROGRAM
 from examples.llama import SIZES
 from examples.training import Setting, Training
 
-from .made_up import GIB, MadeUp, by_name, tiny_scale
+from .made_up import tiny_scale
 
 LLAMA = replace(SIZES["tiny"], layers=2, width=64, feed_forward=96, context=16)
 
@@ -53,7 +52,6 @@ def test_ways_of_pytorch_itself_train_as_the_plain_one(changes: dict[str, Any], 
     ("way", "reason"),
     [
         ("torchao", r"torchao cannot be imported \(ModuleNotFoundError|copies from a GPU only"),
-        ("zero_offload", r"deepspeed cannot be imported \(ModuleNotFoundError|offloads from a GPU"),
         ("zero_infinity", r"deepspeed cannot be imported \(ModuleNotFoundError|offloads from a GPU"),
         ("compiler_offloading", "offloads activations of a GPU only|has no torch._functorch.config"),
     ],
@@ -71,22 +69,3 @@ def test_a_rival_trains_in_a_process_of_its_own(tmp_path: Path, wanted: list[flo
     assert isinstance(outcome, Run), outcome.reason
     assert outcome.phase == "" and outcome.seconds > 0 and outcome.report.status is None
     assert outcome.steps[0].loss < wanted[0], "it learns"
-
-
-def test_all_train_under_teraios_budget_and_share_its_trainings(tmp_path: Path) -> None:
-    runner = MadeUp(tmp_path, fails=("DeepSpeed",))
-    known = llama_parts(runner)
-    known["gpu_headline"]()
-    ran = set(runner.settings)
-    figures = by_name(known["rivals"]()[0])
-    new = {name: each for name, each in runner.settings.items() if name not in ran}
-    assert set(new) == {f"tiny, {percent} %, {name}" for percent in (50, 30) for name in RIVALS}
-    for name, each in new.items():
-        assert isinstance(each, RivalSetting)
-        assert each.budget_bytes == (5 if "50 %" in name else 3) * GIB and each.folder == str(tmp_path)
-        assert each.model.context == 16 and each.batch == 1
-        assert RivalSetting.model_validate_json(each.model_dump_json()) == each, "the way to its process"
-    checkpointed = new["tiny, 50 %, activation checkpointing"].model
-    assert checkpointed.checkpointed_layers == SIZES["tiny"].layers
-    assert figures["tiny, 50 %, DeepSpeed, ZeRO-Offload: tokens/s"].note == "tiny, 50 %, DeepSpeed, ZeRO-Offload failed"
-    assert figures["tiny, 30 %, teraio: tokens/s"].value is not None

@@ -38,7 +38,6 @@ TOP_LEVEL = ("planner", "runtime", "teraio", "tests", "traces", "benchmarks", "e
 MADE_LATER = {"benchmarks/out"}
 FOREIGN = {
     "DataCollatorWithFlattening",
-    "DataCollatorWithPadding",
     "DistributedDataParallel",
     "GradScaler",
     "ZeroRedundancyOptimizer",

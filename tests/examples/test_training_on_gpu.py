@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -70,18 +69,6 @@ def test_a_training_measures_by_the_gpus_events_and_its_allocator(calls: list[An
     assert 0 < step.optimizer_seconds < step.seconds and step.iterations == 2
     report = training.finish()
     assert (report.peak_bytes, report.peak_reserved_bytes, report.rest_bytes) == (7 * MIB, 8 * MIB, 0)
-
-
-def test_saved_activations_are_pinned(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    plain = torch.autograd.graph.save_on_cpu
-
-    def save_on_cpu(pin_memory: bool) -> AbstractContextManager[Any]:
-        asked.append(pin_memory)
-        return plain(pin_memory)
-
-    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", save_on_cpu)
-    assert Training(Setting.model_validate(setting(save_on_cpu=True))).step().loss > 0 and asked == [True]
 
 
 def test_a_rivals_allocator_is_limited_to_the_budget(calls: list[Any]) -> None:

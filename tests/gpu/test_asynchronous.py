@@ -83,17 +83,6 @@ def watched(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], watch: Any
     return train(CASE, options, device=DEVICE)
 
 
-def test_stages_run_on_a_stream_of_their_own(budgets: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = set()
-
-    def watch(stage: Any, run: Any) -> None:
-        seen.add(torch.cuda.current_stream(DEVICE).cuda_stream)
-        run()
-
-    watched(monkeypatch, budgets, watch)
-    assert len(seen) == 1 and not seen & {0, torch.cuda.default_stream(DEVICE).cuda_stream}
-
-
 def test_stage_times_are_those_of_a_clock_that_waits(
     budgets: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -54,14 +54,7 @@ def run(code: str, **settings: str) -> subprocess.CompletedProcess[str]:
             "copy(memory(MIB), pinned(4 * MIB), 3 * MIB, stream())",
             "copy of 3145728 bytes .* touches device memory that is not mapped",
         ),
-        ("p = memory(MIB); cuda.cudaFree(p); copy(p, pinned(MIB), MIB, stream())", "touches device memory that is not mapped"),
         ("p = memory(MIB); cuda.cudaFree(p); cuda.cudaFree(p)", r"cudaFree of 0x\w+, which is not allocated \(freed twice\?\)"),
-        ("p = pinned(MIB); cuda.cudaFreeHost(p); cuda.cudaFreeHost(p)", "cudaFreeHost of .* which is not allocated"),
-        (
-            "e = made('cudaEventCreate'); cuda.cudaEventDestroy(e); cuda.cudaEventQuery(e)",
-            "query of event .* destroyed or never made",
-        ),
-        ("s = stream(); cuda.cudaStreamDestroy(s); cuda.cudaStreamSynchronize(s)", "stream .* destroyed or never made"),
         (
             "import mmap; m = mmap.mmap(-1, MIB); p = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(m)))\n"
             "assert cuda.cudaHostRegister(p, ctypes.c_size_t(MIB), 0) == 0\n"
@@ -92,13 +85,6 @@ def test_misuse_ends_the_process_with_a_line_that_names_it(code: str, line: str)
         "s, e = stream(), made('cudaEventCreate'); assert cuda.cudaEventQuery(e) == 0; busy(s); cuda.cudaEventRecord(e, s)\n"
         "assert cuda.cudaEventQuery(e) == 600 and cuda.cudaStreamQuery(s) == 600\n"
         "cuda.cudaEventSynchronize(e); assert cuda.cudaEventQuery(e) == 0",
-        # Times come from the stream's clock; an event without timing has none.
-        "s, a, b, c = stream(), made('cudaEventCreate'), made('cudaEventCreate'), made('cudaEventCreateWithFlags', 2)\n"
-        "for e in (a, c): cuda.cudaEventRecord(e, s)\n"
-        "busy(s, 0.05); cuda.cudaEventRecord(b, s); ms = ctypes.c_float()\n"
-        "assert cuda.cudaEventElapsedTime(ctypes.byref(ms), a, b) == 600; cuda.cudaStreamSynchronize(s)\n"
-        "assert cuda.cudaEventElapsedTime(ctypes.byref(ms), a, b) == 0 and 50 <= ms.value < 60\n"
-        "assert cuda.cudaEventElapsedTime(ctypes.byref(ms), c, b) == 400",
         # The NULL stream waits for blocking streams; non-blocking ones take no part.
         "s, e = stream(0), made('cudaEventCreate'); busy(s); cuda.cudaEventRecord(e, None)\n"
         "assert cuda.cudaEventQuery(e) == 600; cuda.cudaEventSynchronize(e); s = stream(1); busy(s)\n"
@@ -109,21 +95,8 @@ def test_misuse_ends_the_process_with_a_line_that_names_it(code: str, line: str)
         "ctypes.memset(host, 97, MIB); busy(s); copy(d, pageable, MIB, s); ctypes.memset(pageable, 98, MIB)\n"
         "back = ctypes.create_string_buffer(MIB); copy(back, d, MIB, s); assert back.raw == b'a' * MIB\n"
         "busy(s); copy(d, host, MIB, s); ctypes.memset(host, 98, MIB); copy(back, d, MIB, s); assert back.raw == b'b' * MIB",
-        # New memory is poisoned, and there is as much as was asked for.
-        "back = ctypes.create_string_buffer(16); copy(back, memory(MIB), 16, stream()); assert back.raw == b'\\xa5' * 16\n"
-        "p = ctypes.c_void_p(); assert cuda.cudaMalloc(ctypes.byref(p), ctypes.c_size_t(64 * MIB)) == 2\n"
-        "assert cuda.cudaHostAlloc(ctypes.byref(p), ctypes.c_size_t(64 * MIB), 0) == 2",
-        # A copy that crosses from one registration into the next is refused; so is one of a kind that it is not.
-        "import mmap; m = mmap.mmap(-1, 2 * MIB); p = ctypes.addressof(ctypes.c_char.from_buffer(m))\n"
-        "d, s = memory(2 * MIB), stream()\n"
-        "for at in (p, p + MIB): assert cuda.cudaHostRegister(ctypes.c_void_p(at), ctypes.c_size_t(MIB), 0) == 0\n"
-        "assert cuda.cudaHostRegister(ctypes.c_void_p(p), ctypes.c_size_t(MIB), 0) == 712\n"
-        "assert copy(d, ctypes.c_void_p(p), 2 * MIB, s) == 1 and copy(d, ctypes.c_void_p(p + MIB), MIB, s) == 0\n"
-        "assert copy(ctypes.c_void_p(p), d, MIB, s, 1) == 1\n"
-        "cuda.cudaStreamSynchronize(s); assert cuda.cudaHostUnregister(ctypes.c_void_p(p)) == 0\n"
-        "assert cuda.cudaHostUnregister(ctypes.c_void_p(p)) == 713",
     ],
-    ids=["late", "times", "null stream", "pageable and pinned", "memory", "registrations"],
+    ids=["late", "null stream", "pageable and pinned"],
 )
 def test_it_does_as_a_real_driver(code: str) -> None:
     ended = run(code, MADE_UP_CUDA_DEVICE_BYTES=str(32 << 20), MADE_UP_CUDA_HOST_BYTES=str(32 << 20))
@@ -133,8 +106,3 @@ def test_it_does_as_a_real_driver(code: str) -> None:
 def test_what_is_not_made_up_says_so() -> None:
     ended = run("assert cuda.cudaMallocManaged(None, None, 0) == 801; assert cuda.cudaMallocManaged(None, None, 0) == 801")
     assert ended.returncode == 0 and ended.stderr == "made-up CUDA: cudaMallocManaged was called, which is not made up\n"
-
-
-def test_freed_memory_cannot_be_read() -> None:
-    ended = run("p = memory(MIB); address = p.value; cuda.cudaFree(p); ctypes.string_at(address, 1)")
-    assert ended.returncode == -11

@@ -112,13 +112,6 @@ def test_an_address_that_is_no_device_memory_is_refused() -> None:
         CudaCopier(CUDA).to_host(buffer.address, host.address, 4096)
 
 
-def test_pinned_buffers_are_aligned_and_pinned() -> None:
-    for size in (4096, 300_000, 4 << 20):
-        buffer = PinnedBuffer(size)
-        assert buffer.address % ALIGNMENT_BYTES == 0
-        assert buffer._bytes.is_pinned()
-
-
 def test_a_slab_of_several_chunks_is_pinned_and_given_back() -> None:
     store = HostStore(PIN_CHUNK_BYTES + 64 * MIB, pinner=CudaPinner(CUDA))
     slot = store.allocate(store.capacity_bytes, "all of it")

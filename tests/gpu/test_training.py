@@ -1,45 +1,14 @@
-"""A model on the GPU trains with `backend="teraio"` and few options. Inductor compiles it, and the losses equal eager's."""
+"""Inductor's code on a GPU, by a script with few options: its host side keeps the budget, and an embedding takes no copy."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
-import torch
 
-from .training import MADE_UP, needs_triton
-
-DEVICE = torch.device("cuda")
-WIDTH, LAYERS, ROWS, STEPS = 1024, 12, 8192, 6
-
-
-def losses(compile_model: Callable[[torch.nn.Module], Callable[[torch.Tensor], torch.Tensor]]) -> list[float]:
-    """Return the losses of STEPS steps of a small network on the GPU, from a fixed seed."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU()) for _ in range(LAYERS)]
-    model = torch.nn.Sequential(*layers).to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs, targets = torch.randn(ROWS, WIDTH, device=DEVICE), torch.randn(ROWS, WIDTH, device=DEVICE)
-    run = compile_model(model)
-    seen = []
-    for _ in range(STEPS):
-        loss = torch.nn.functional.mse_loss(run(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(loss.item())
-    return seen
-
-
-@needs_triton
-def test_losses_equal_eager_when_everything_fits() -> None:
-    expected = losses(lambda model: model)
-    found = losses(lambda model: torch.compile(model, backend="teraio"))
-    assert found == pytest.approx(expected, rel=1e-4)
-
+from .training import MADE_UP
 
 HOST_SIDE = """
 import sys

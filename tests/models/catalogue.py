@@ -29,18 +29,10 @@ def diffusing(make: Callable[[], nn.Module], **batches: Any) -> Loop:
     return real(make, partial(others.noised, **batches), "diffusers", others.noise_loss)
 
 
-def of_timm(name: str, **settings: Any) -> Loop:
-    return real(partial(others.timm_model, name, **settings), others.pictures, "timm", others.classes_loss)
-
-
 WORDS = {"encoder_hidden_states": (16, 64)}
 MODELS = {
-    "GPT-2": real(text.gpt2),
     "Llama": real(text.llama, text.padded()),
-    "Gemma 2": real(text.gemma2),
     "Gemma 3": real(text.gemma3),
-    "Qwen3": real(text.qwen3, text.padded()),
-    "Mixtral": real(text.mixtral),
     "Qwen3-MoE": real(text.qwen3_moe),
     "Mamba": real(text.mamba, partial(text.sentences, length=32)),
     "BERT": real(text.bert, text.padded(text.masked_words)),
@@ -49,16 +41,11 @@ MODELS = {
     "ConvNeXt V2": real(others.convnextv2, partial(others.pictures, rows=64)),
     "Swin Transformer V2": real(others.swinv2, others.pictures),
     "LLaVA": real(others.llava, others.pictures_among_words),
-    "Whisper": real(others.whisper, others.spectrograms),
     "wav2vec 2.0": real(others.wav2vec2, others.waves),
     "Llama with LoRA": real(others.llama_with_adapters, package="peft"),
-    "UNet": diffusing(others.unet),
-    "DiT": diffusing(others.dit, rows=16, channels=4, classes=True),
-    "UNet of Stable Diffusion": diffusing(others.conditional_unet, channels=4, **WORDS),
-    "Stable Diffusion 3": diffusing(others.sd3, rows=16, channels=4, **WORDS, pooled_projections=(64,)),
-    "ResNet-18": of_timm("resnet18"),
-    "ConvNeXt (timm)": of_timm("convnext_atto", depths=(1, 1, 1, 1)),
-    "ViT (timm)": of_timm("vit_tiny_patch16_224", **others.VIT),
+    "UNet of Stable Diffusion": diffusing(others.conditional_unet, **WORDS),
+    "Stable Diffusion 3": diffusing(others.sd3, rows=16, **WORDS, pooled_projections=(64,)),
+    "ResNet-18": real(partial(others.timm_model, "resnet18"), others.pictures, "timm", others.classes_loss),
 }
 CORE = ("Qwen3-MoE", "T5", "ViT")
 """Those that `make test` trains too."""

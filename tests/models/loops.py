@@ -8,11 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader
 
 from ..teraio.parity.harness import Case, Run, plain_step
 from . import others, text
@@ -27,82 +24,9 @@ def autocast_loss(model: nn.Module, batch: Batch, dtype: torch.dtype = torch.bfl
         return own_loss(model, batch)
 
 
-def in_bf16() -> nn.Module:
-    return text.llama().to(torch.bfloat16)
-
-
-def checkpointed(*, reentrant: bool) -> Callable[[], nn.Module]:
-    """A Llama that computes its layers again in the backward pass."""
-
-    def make() -> nn.Module:
-        model = text.llama()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        return model
-
-    return make
-
-
 def record(run: Run, loss: Tensor) -> None:
     run.record_loss(loss)
     run.record_gradients()
-
-
-def accumulate(run: Run, batch: Batch, index: int) -> None:
-    """Two passes, each over half of the rows, before the update."""
-    run.optimizer.zero_grad()
-    for half in range(2):
-        loss = run.loss({name: value.chunk(2)[half] for name, value in batch.items()}) / 2
-        loss.backward()
-        run.record_loss(loss)
-    run.record_gradients()
-    run.optimizer.step()
-
-
-def clip(run: Run, batch: Batch, index: int) -> None:
-    """Bring the norm of the gradients down before the update."""
-    run.optimizer.zero_grad()
-    loss = run.loss(batch)
-    loss.backward()
-    run.record("norm", nn.utils.clip_grad_norm_(run.module.parameters(), 0.1))
-    record(run, loss)
-    run.optimizer.step()
-
-
-def warm_up(optimizer: Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return transformers.get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=8)
-
-
-def evaluate(run: Run, batch: Batch, index: int) -> None:
-    """Evaluate after each step."""
-    plain_step(run, batch, index)
-    run.module.eval()
-    with torch.no_grad():
-        run.record("loss in evaluation", run.loss(batch))
-    run.module.train()
-
-
-def generate(run: Run, batch: Batch, index: int) -> None:
-    """Continue a sentence after each step, with the model as the user made it."""
-    plain_step(run, batch, index)
-    run.module.eval()
-    words = run.module.generate(batch["input_ids"][:2, :8], max_new_tokens=4, do_sample=False, use_cache=True)
-    run.record("words", words)
-    run.module.train()
-
-
-def average(run: Run, batch: Batch, index: int) -> None:
-    """Keep a moving average of the parameters, and evaluate it at the end."""
-    mean = run.kept.setdefault("mean", AveragedModel(run.module, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
-    plain_step(run, batch, index)
-    mean.update_parameters(run.module)
-    with torch.no_grad():
-        run.record("loss of the average", own_loss(mean, batch))
-
-
-def freeze_and_unfreeze(run: Run, batch: Batch, index: int) -> None:
-    """The first layer trains in the first two steps and from the fifth on."""
-    run.module.get_submodule("model.layers.0").requires_grad_(index < 2 or index >= 4)
-    plain_step(run, batch, index)
 
 
 def step_by_closure(run: Run, batch: Batch, index: int) -> None:
@@ -118,10 +42,6 @@ def closure(run: Run, batch: Batch) -> Tensor:
     return loss
 
 
-def of_changing_length(steps: int) -> list[Batch]:
-    return [text.sentences(1, length=(64, 48, 96)[step % 3])[0] for step in range(steps)]
-
-
 class OfDocuments(nn.Module):
     """A Llama whose mask keeps the texts apart that are packed into one row."""
 
@@ -135,22 +55,6 @@ class OfDocuments(nn.Module):
         mask = (document[:, None] == document) & (places[:, None] >= places)
         positions = places - cu_seqlens[document]
         return self.llama(input_ids=input_ids, labels=labels, position_ids=positions[None], attention_mask=mask[None, None])
-
-
-class Recommender(nn.Module):
-    """A table of which each batch touches a few rows, and a small model over it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(4096, text.WIDTH, sparse=True)
-        self.up, self.down = nn.Linear(text.WIDTH, 4 * text.INNER), nn.Linear(4 * text.INNER, 10)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(self.table(words).mean(1))))
-
-
-def recommender_loss(model: nn.Module, batch: Batch) -> Tensor:
-    return nn.functional.cross_entropy(model(batch["input_ids"]), batch["labels"][:, 0] % 10)
 
 
 def scale(run: Run, batch: Batch, index: int) -> None:
@@ -170,24 +74,6 @@ def scale(run: Run, batch: Batch, index: int) -> None:
     run.record("scale", torch.tensor(scaler.get_scale()))
 
 
-def from_workers(start: str) -> Callable[[Run, Batch, int], None]:
-    """Steps on batches of a data loader. Its worker processes start every two steps, by that method, while blocks are away."""
-
-    def step(run: Run, batch: Batch, index: int) -> None:
-        if index % 2 == 0:
-            rows = text.sentences(2)
-            run.kept["rows"] = iter(DataLoader(rows, batch_size=None, num_workers=2, multiprocessing_context=start))
-        plain_step(run, next(run.kept["rows"]), index)
-
-    return step
-
-
-def compiled_step(run: Run, batch: Batch, index: int) -> None:
-    """A step with a closure, compiled; without other operators, which would round in another way."""
-    step = run.kept.setdefault("step", torch.compile(run.optimizer.step, backend="eager"))
-    step(partial(closure, run, batch))
-
-
 def eight_bits(module: nn.Module) -> Optimizer:
     """AdamW with states of 8 bits."""
     import torchao.optim
@@ -202,25 +88,6 @@ def fused(module: nn.Module) -> Optimizer:
 def lbfgs(module: nn.Module) -> Optimizer:
     """Each step computes the loss up to three times."""
     return torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=2, max_eval=3, history_size=2)
-
-
-def two_adapters() -> nn.Module:
-    """A Llama with the LoRA adapters `default` and `other`."""
-    model = others.llama_with_adapters()
-    model.add_adapter("other", model.peft_config["default"])
-    return model
-
-
-def of_all_adapters(module: nn.Module) -> Optimizer:
-    return torch.optim.AdamW([p for name, p in module.named_parameters() if "lora_" in name], lr=1e-3)
-
-
-def switch_adapters(run: Run, batch: Batch, index: int) -> None:
-    """Train the two adapters by turns, and evaluate without any."""
-    run.module.set_adapter(("default", "other")[index % 2])
-    plain_step(run, batch, index)
-    with torch.no_grad(), run.module.disable_adapter():
-        run.record("loss without adapters", run.loss(batch))
 
 
 def mix(run: Run, batch: Batch, index: int) -> None:
@@ -256,29 +123,9 @@ def llama(
 
 PLANNED = {"steps": None, "planned": True}
 LOOPS = {
-    "autocast to bf16": llama(compute_loss=autocast_loss, **PLANNED),
-    "weights in bf16": llama(make=in_bf16, make_batches=lambda n: text.sentences(n, rows=32)),
-    "tied embeddings": llama(make=lambda: text.llama(tie_word_embeddings=True)),
-    "evaluation in between": llama(evaluate),
-    "`generate` in between": llama(generate),
-    "accumulation of gradients": llama(accumulate, make_batches=lambda n: text.sentences(n, rows=32)),
-    "clipping, with a scheduler": llama(clip, make_scheduler=warm_up),
-    "moving average of the parameters": llama(average),
-    "freezing and unfreezing": llama(freeze_and_unfreeze, steps=6),
-    "gradient checkpointing": llama(make=checkpointed(reentrant=False)),
-    "gradient checkpointing, reentrant": llama(make=checkpointed(reentrant=True)),
-    "a step with a closure": llama(step_by_closure),
-    "`torch.compile(optimizer.step)` with a closure": llama(compiled_step),
-    "sentences of changing length": llama(make_batches=of_changing_length, steps=6),
-    **{
-        f"{name}, one plan for all lengths": llama(
-            make_batches=batches, steps=14, planned=True, compile_options={"dynamic": True}
-        )
-        for name, batches in (
-            ("`DataCollatorWithPadding`, grouped by length", text.grouped),
-            ("`DataCollatorWithFlattening`", text.flattened),
-        )
-    },
+    "`DataCollatorWithFlattening`, one plan for all lengths": llama(
+        make_batches=text.flattened, steps=14, planned=True, compile_options={"dynamic": True}
+    ),
     "packed by `cu_seqlens`, one plan for all lengths": llama(
         make=OfDocuments, make_batches=text.packed, steps=14, planned=True, compile_options={"dynamic": True}
     ),
@@ -287,20 +134,11 @@ LOOPS = {
     "LBFGS": llama(step_by_closure, make_optimizer=lbfgs),
     "`GradScaler`, autocast to fp16": llama(scale, compute_loss=partial(autocast_loss, dtype=torch.float16), steps=6),
     "`GradScaler`, autocast to bf16": llama(scale, compute_loss=autocast_loss, **PLANNED),
-    "a data loader with forked workers": llama(from_workers("fork")),
-    "a data loader with spawned workers": llama(from_workers("spawn")),
-    "two LoRA adapters by turns": llama(switch_adapters, two_adapters, make_optimizer=of_all_adapters, steps=6, package="peft"),
     "mixup and moving average, as in timm's script": llama(
         mix,
         partial(others.timm_model, "vit_tiny_patch16_224", **others.VIT),
         make_batches=others.pictures,
         package="timm",
         **PLANNED,
-    ),
-    "sparse embedding": llama(
-        make=Recommender,
-        make_batches=lambda n: text.sentences(n, rows=128),
-        make_optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
-        compute_loss=recommender_loss,
     ),
 }

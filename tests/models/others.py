@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from .text import HEADS, INNER, LAYERS, SIZES, WIDTH, Batch, configured, llama, sentences
+from .text import HEADS, LAYERS, SIZES, WIDTH, Batch, configured, llama, sentences
 
 VIT = {"img_size": 64, "patch_size": 8, "embed_dim": WIDTH, "depth": LAYERS, "num_heads": HEADS}
 IMAGE_WORD = 3
@@ -37,17 +37,6 @@ def llava() -> nn.Module:
     return configured("Llava", "ForConditionalGeneration", **settings, vision_feature_layer=-1)
 
 
-def whisper() -> nn.Module:
-    layers = {
-        f"{part}_{name}": value
-        for part in ("encoder", "decoder")
-        for name, value in (("layers", LAYERS), ("attention_heads", HEADS), ("ffn_dim", INNER))
-    }
-    lengths = {"num_mel_bins": 80, "max_source_positions": 64, "max_target_positions": 64}
-    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "use_cache": False}
-    return configured("Whisper", "ForConditionalGeneration", vocab_size=1024, d_model=WIDTH, **layers, **lengths, **ends)
-
-
 def wav2vec2() -> nn.Module:
     convolutions = {"conv_dim": (64,) * 3, "conv_stride": (5, 4, 4), "conv_kernel": (10, 4, 4), "num_feat_extract_layers": 3}
     settings = {"vocab_size": 32, **SIZES, **convolutions, "apply_spec_augment": False, "layerdrop": 0.0}
@@ -68,12 +57,6 @@ def of_diffusers(name: str, **settings: Any) -> nn.Module:
     return getattr(diffusers, name)(sample_size=16, **settings)
 
 
-def unet() -> nn.Module:
-    down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
-    sizes = {"in_channels": 3, "out_channels": 3, "layers_per_block": 1, "block_out_channels": (64, 128)}
-    return of_diffusers("UNet2DModel", **sizes, down_block_types=down, up_block_types=up)
-
-
 def conditional_unet() -> nn.Module:
     """As in Stable Diffusion: attention to words [rows, words, 64]."""
     down, up = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")
@@ -82,24 +65,12 @@ def conditional_unet() -> nn.Module:
     return of_diffusers("UNet2DConditionModel", **sizes, **attention, down_block_types=down, up_block_types=up)
 
 
-_PATCHES: dict[str, Any] = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "patch_size": 2,
-    "num_layers": LAYERS,
-    "attention_head_dim": WIDTH // HEADS,
-    "num_attention_heads": HEADS,
-}
-
-
 def sd3() -> nn.Module:
     """The transformer of Stable Diffusion 3: pictures and words in one attention."""
     words = {"joint_attention_dim": 64, "caption_projection_dim": WIDTH, "pooled_projection_dim": 64}
-    return of_diffusers("SD3Transformer2DModel", **_PATCHES, **words, pos_embed_max_size=16, qk_norm="rms_norm")
-
-
-def dit() -> nn.Module:
-    return of_diffusers("DiTTransformer2DModel", **_PATCHES, num_embeds_ada_norm=10)
+    patches = {"in_channels": 4, "out_channels": 4, "patch_size": 2, "pos_embed_max_size": 16}
+    layers = {"num_layers": LAYERS, "attention_head_dim": WIDTH // HEADS, "num_attention_heads": HEADS, "qk_norm": "rms_norm"}
+    return of_diffusers("SD3Transformer2DModel", **patches, **layers, **words)
 
 
 def llama_with_adapters() -> nn.Module:
@@ -131,18 +102,6 @@ def pictures_among_words(steps: int) -> list[Batch]:
     return batches
 
 
-def spectrograms(steps: int) -> list[Batch]:
-    """Random mel spectrograms [4, 80, 128] and words [4, 32]."""
-    draw = torch.Generator().manual_seed(23)
-    return [
-        {
-            "input_features": torch.randn(4, 80, 128, generator=draw),
-            "labels": torch.randint(3, 1024, (4, 32), generator=draw),
-        }
-        for _ in range(steps)
-    ]
-
-
 def waves(steps: int) -> list[Batch]:
     """Random sound [12, 8000] and classes [12]."""
     draw = torch.Generator().manual_seed(24)
@@ -152,17 +111,16 @@ def waves(steps: int) -> list[Batch]:
     ]
 
 
-def noised(steps: int, *, rows: int = 32, channels: int = 3, classes: bool = False, **given: tuple[int, ...]) -> list[Batch]:
-    """Noisy samples [rows, channels, 16, 16], their noise and its level [rows], and with `classes` those [rows].
+def noised(steps: int, *, rows: int = 32, **given: tuple[int, ...]) -> list[Batch]:
+    """Noisy samples [rows, 4, 16, 16], their noise and its level [rows].
 
     given: names of what else the model takes, normal values [rows, *shape].
     """
     draw = torch.Generator().manual_seed(25)
     batches = []
     for _ in range(steps):
-        clean, noise = (torch.randn(rows, channels, 16, 16, generator=draw) for _ in range(2))
+        clean, noise = (torch.randn(rows, 4, 16, 16, generator=draw) for _ in range(2))
         batch = {"sample": clean + 0.5 * noise, "timestep": torch.randint(0, 1000, (rows,), generator=draw), "noise": noise}
-        batch |= {"class_labels": torch.randint(0, 10, (rows,), generator=draw)} if classes else {}
         batches.append(batch | {name: torch.randn(rows, *shape, generator=draw) for name, shape in given.items()})
     return batches
 

@@ -1,13 +1,9 @@
-"""Scripts whose loop is not ours: those of frameworks, and processes that stop and go on. By name in `SCRIPTS`."""
+"""Scripts whose loop is that of a framework, by name in `SCRIPTS`."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,7 @@ import teraio
 
 from ..teraio.parity.harness import Result
 from ..training import PLAN_SECONDS, named_values
-from . import nano_gpt, text
+from . import text
 from .others import own_loss
 from .parity import Loop, Script
 
@@ -188,43 +184,10 @@ def words() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<end>")
 
 
-def nano_gpt_resumed(dtype: str, options: Options, folder: Path) -> Result:
-    """With a budget: a process trains for six steps, and another one goes on from its checkpoint. Without: one process.
-
-    dtype: of mixed precision; with float16, the script scales the loss.
-    """
-    np.random.default_rng(1).integers(1024, size=20_000).astype(np.uint16).tofile(folder / "train.bin")
-    environment = {f"TERAIO_{name.upper()}": str(value) for name, value in options.items()}
-    parts = [("scratch", 6), ("resume", 14)] if "memory_budget" in options else [("scratch", 14)]
-    found = [_in_new_process(environment, folder, dtype, *part) for part in parts]
-    losses = sum((result.losses for result in found), start=())
-    return Result(losses, (), (), found[-1].parameters, found[-1].progress)
-
-
-def _in_new_process(environment: Mapping[str, str], folder: Path, dtype: str, init_from: str, steps: int) -> Result:
-    chosen = {"out": folder, "backend": "teraio", "dtype": dtype, "init_from": init_from, "max_iters": steps, "eval_interval": 6}
-    arguments = [f"--{name}={value}" for name, value in chosen.items()]
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_train_nano_gpt, environment, arguments).result()
-
-
-def _train_nano_gpt(environment: Mapping[str, str], arguments: list[str]) -> Result:
-    os.environ |= environment
-    torch.set_num_threads(1)
-    watch = Watch()
-    return watch.result(nano_gpt.main(arguments, watch.after_step))
-
-
 SCRIPTS = {
     "Lightning's automatic loop": Loop(case=Script(run=lightning_fit, planned=True), package="lightning"),
     "`SFTTrainer`, padded and grouped by length": Loop(case=Script(run=sft(None), planned=True), package="trl"),
     "`GRPOTrainer`": Loop(case=Script(run=grpo, planned=True), package="trl"),
     "`SFTTrainer`, packed": Loop(case=Script(run=sft("bfd")), package="trl"),
     "`SFTTrainer`, packed and cut (`wrapped`)": Loop(case=Script(run=sft("wrapped"), planned=True), package="trl"),
-    **{
-        f"nanoGPT's script, autocast to {name}, resumed in a new process": Loop(
-            case=Script(run=partial(nano_gpt_resumed, dtype)), package="torch"
-        )
-        for name, dtype in (("bf16", "bfloat16"), ("fp16 with `GradScaler`", "float16"))
-    },
 }

@@ -36,7 +36,6 @@ WITH_INDUCTOR = (
     ("loop", "LBFGS"),
     ("loop", "Lightning's automatic loop"),
     ("loop", "mixup and moving average, as in timm's script"),
-    ("loop", "nanoGPT's script, autocast to bf16, resumed in a new process"),
 )
 """Those of `TRIALS` that are also trained with Inductor's code, which takes minutes to compile."""
 ROWS = [(*trial, "eager") for trial in TRIALS] + [(*trial, "inductor") for trial in WITH_INDUCTOR]

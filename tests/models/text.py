@@ -44,32 +44,13 @@ def causal(name: str, config: str = "", **settings: Any) -> nn.Module:
     return configured(name, "ForCausalLM", config, **_DECODER | settings)
 
 
-def gpt2() -> nn.Module:
-    sizes = {"vocab_size": WORDS, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 256}
-    return configured("GPT2", "LMHeadModel", **sizes, **_ENDS)
-
-
 def llama(**settings: Any) -> nn.Module:
     return causal("Llama", **settings)
 
 
-_SLIDING: dict[str, Any] = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
-
-
-def gemma2() -> nn.Module:
-    return causal("Gemma2", **_SLIDING)
-
-
 def gemma3() -> nn.Module:
-    return causal("Gemma3", "Gemma3Text", **_SLIDING, query_pre_attn_scalar=WIDTH // HEADS)
-
-
-def qwen3() -> nn.Module:
-    return causal("Qwen3")
-
-
-def mixtral() -> nn.Module:
-    return causal("Mixtral", num_local_experts=4, **_EXPERTS)
+    layers = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
+    return causal("Gemma3", "Gemma3Text", **layers, query_pre_attn_scalar=WIDTH // HEADS)
 
 
 def qwen3_moe() -> nn.Module:
@@ -135,24 +116,6 @@ def _texts(count: int, *, shortest: int, longest: int) -> list[dict[str, list[in
     draw = torch.Generator().manual_seed(4)
     lengths = torch.randint(shortest, longest + 1, (count,), generator=draw).tolist()
     return [{"input_ids": torch.randint(3, WORDS, (length,), generator=draw).tolist()} for length in lengths]
-
-
-def grouped(steps: int) -> list[Batch]:
-    """Texts of 2 to 96 words, those of like length together, padded to the longest of their batch. The last batch has fewer."""
-    from tokenizers import Tokenizer, models
-    from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast
-    from transformers.trainer_pt_utils import LengthGroupedSampler
-
-    words = Tokenizer(models.WordLevel({"<end>": 0}, unk_token="<end>"))
-    pad = DataCollatorWithPadding(PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<end>"))
-    rows = 16
-    texts = _texts(rows * steps - rows // 2, shortest=2, longest=96)
-    sampler = LengthGroupedSampler(
-        rows, lengths=[len(each["input_ids"]) for each in texts], generator=torch.Generator().manual_seed(5)
-    )
-    order = list(sampler)
-    made = [dict(pad([texts[number] for number in order[first : first + rows]])) for first in range(0, len(order), rows)]
-    return [{**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)} for batch in made]
 
 
 def flattened(steps: int) -> list[Batch]:

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import random
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -36,13 +35,6 @@ class Copy:
 
     def content(self) -> bytes:
         return self.head + self.source()[self.block.size_bytes // 2 :]
-
-
-class EndedRange:
-    """A copy of a range of a slot. It ends when it begins."""
-
-    def wait(self) -> None:
-        """It has ended."""
 
 
 class MemoryTiers(Tiers):
@@ -145,17 +137,6 @@ class MemoryMover:
     def wait_resident(self, blocks: Sequence[Block]) -> None:
         """Nothing to wait for: copies have ended when they are installed."""
 
-    def copy_range(self, block: Block, begin_bytes: int, memory: torch.Tensor, *, to_slot: bool) -> EndedRange:
-        part = self._part(block, begin_bytes, memory)
-        part.copy_(memory) if to_slot else memory.copy_(part)
-        return EndedRange()
-
-    def _part(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> torch.Tensor:
-        assert block in self.away, f"{block} is changed where it waits, but it is not away"
-        storage = block.storage()
-        assert storage is not None, f"{block} is changed, but its storage is gone"
-        return torch.empty(0, dtype=torch.uint8).set_(storage)[begin_bytes : begin_bytes + memory.nbytes]
-
     def invalidate(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
             assert block in self.away
@@ -245,7 +226,7 @@ class Trimmed(CpuDevice):
 class Bench:
     """A pager, its mover, its device, and tensors by name. seed: draws which copy ends first.
 
-    condition: the pager's lock. busy_seconds, now_seconds: see `Pager`.
+    condition: the pager's lock. busy_seconds: see `Pager`.
     """
 
     def __init__(
@@ -254,7 +235,6 @@ class Bench:
         seed: int | None = None,
         *,
         busy_seconds: Callable[[], Mapping[str, float]] = dict,
-        now_seconds: Callable[[], float] = time.perf_counter,
         mover: MemoryMover | None = None,
     ) -> None:
         self.mover = mover or MemoryMover()
@@ -266,7 +246,6 @@ class Bench:
             budget_bytes=budget_bytes,
             busy_seconds=busy_seconds,
             condition=self.condition,
-            now_seconds=now_seconds,
         )
         self.order = random.Random(seed) if seed is not None else None
         self.tensors: dict[str, torch.Tensor] = {}

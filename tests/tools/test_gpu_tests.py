@@ -6,11 +6,8 @@ import importlib
 from pathlib import Path
 
 import pytest
-import torch
 
 from tools import gpu_tests
-
-from ..gpu.sticky import sticky_error
 
 QUICK = ("-p", "no:cacheprovider", "-q", "-c", "/dev/null")
 
@@ -32,7 +29,7 @@ def test_every_file_can_be_imported_without_a_gpu(name: str) -> None:
 
 
 def test_a_failure_lets_the_others_run_and_an_interruption_does_not(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "test_storage_swap.py").write_text("def test_fails(): assert False")
+    (tmp_path / "test_made_up_driver.py").write_text("def test_fails(): assert False")
     (tmp_path / "test_stores.py").write_text(
         "def test_spoils(request): request.session.shouldstop = 'sticky CUDA error in test_spoils: illegal access'; assert False"
         "\ndef test_not_reached(): print('reached')"
@@ -40,7 +37,7 @@ def test_a_failure_lets_the_others_run_and_an_interruption_does_not(tmp_path: Pa
     (tmp_path / "test_parity.py").write_text("def test_not_reached(): print('reached')")
     assert gpu_tests.main(["-s", *QUICK], tmp_path) == 2
     said = capfd.readouterr().out
-    assert "-- test_storage_swap.py" in said and "-- test_stores.py" in said and "-- test_parity.py" not in said
+    assert "-- test_made_up_driver.py" in said and "-- test_stores.py" in said and "-- test_parity.py" not in said
     assert "sticky CUDA error in test_spoils: illegal access" in said and "reached" not in said.replace("test_not_reached", "")
     assert "test_stores.py was interrupted: no further file is run" in said
 
@@ -49,16 +46,3 @@ def test_a_failure_lets_the_others_run_and_an_interruption_does_not(tmp_path: Pa
 def test_the_status_is_that_of_all_files(content: str, status: int, tmp_path: Path) -> None:
     (tmp_path / "test_stores.py").write_text(content)
     assert gpu_tests.main(QUICK, tmp_path) == status
-
-
-def test_an_error_is_sticky_if_the_next_call_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sticky_error() is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert sticky_error() is None, "such as a test that has failed by itself, or for lack of memory"
-
-    def fails() -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", fails)
-    assert sticky_error() == "CUDA error: an illegal memory access was encountered"

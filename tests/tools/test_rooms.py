@@ -1,16 +1,14 @@
-"""The contract that rooms are entered by their `__init__`, and the import graph, on a small package."""
+"""The contract that rooms are entered by their `__init__`, on a small package."""
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import count
 from pathlib import Path
 
 import grimp
 import pytest
 
-from tools.import_graph import circles, imports_between_rooms
-from tools.rooms_contract import imports_past_the_door, room_of
+from tools.rooms_contract import imports_past_the_door
 
 _numbers = count()
 
@@ -43,20 +41,3 @@ def test_an_import_past_the_init_is_found(line: str, past: bool, tmp_path: Path,
     found = imports_past_the_door(graph, frozenset({package}))
     assert found == [(f"{package}.hall.guest", f"{package}.kitchen.stove")] * past
     assert imports_past_the_door(graph, frozenset({"another"})) == []
-
-
-def test_imports_between_rooms_and_circles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {
-        "a/__init__.py": "",
-        "a/one.py": "import PACKAGE.b\n",
-        "a/two.py": "import PACKAGE.b\nimport PACKAGE.a.one\n",
-        "b/__init__.py": "",
-        "b/back.py": "import PACKAGE.a\n",
-        "c.py": "import PACKAGE.a\n",
-    }
-    package, graph = build(files, tmp_path, monkeypatch)
-    a, b, c = (f"{package}.{room}" for room in "abc")
-    between = imports_between_rooms(graph, package)
-    assert between == Counter({(a, b): 2, (b, a): 1, (c, a): 1})
-    assert circles(between) == [[a, b]] and circles(Counter({(c, a): 1})) == []
-    assert room_of(f"{package}.a.one") == a and room_of(package) == package

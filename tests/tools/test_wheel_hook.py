@@ -80,11 +80,3 @@ def test_a_wheel_without_libraries_is_for_every_system(
 
 def test_an_editable_installation_compiles_nothing(project: Path) -> None:
     assert built(project, "editable") == {"force_include": {}, "pure_python": True}
-
-
-def test_the_torch_that_is_installed_is_found_and_told_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setenv("TORCHES", "/a/torch /b/torch")
-    first, *more = wheel_hook.torch_folders()
-    assert wheel_hook.version_of(first) == torch.__version__ and more == [Path("/a/torch"), Path("/b/torch")]

@@ -11,7 +11,7 @@ import highspy
 import pytest
 from hypothesis import given
 
-from planner import Budgets, Trace, floor, plan, simulate
+from planner import Budgets, Trace, plan, simulate
 from planner.bound import lower_bound_seconds
 from planner.problem import Problem, live_bytes, user_stages
 from planner.schema import Stage
@@ -28,12 +28,10 @@ from ..traces import (
     hardware,
     layers,
     links,
-    move,
     staged,
     subgroup,
     trace,
     trained,
-    transformer_trace,
 )
 
 SAME = 1 + 1e-9
@@ -167,21 +165,6 @@ def test_more_budget_and_fewer_instants_never_raise_the_bound(case: tuple[Trace,
         assert all(later <= earlier * (1 + 1e-6) for earlier, later in pairwise(falling))
 
 
-def test_on_a_large_trace_the_bound_tells_a_stall_and_grows_with_the_instants() -> None:
-    made = transformer_trace(layers=8, stages_per_layer=4, rate=2e9)
-    smallest, most = floor(made)[0], max(live_bytes(made))
-    budgets = Budgets(device_bytes=smallest + (most - smallest) // 10)
-    problem = Problem.of(made, budgets)
-    bounds = [lower_bound_seconds(problem, max_instants=most) for most in (4, 16, 32)]
-    assert bounds == sorted(bounds)
-    few, most_instants = (lower_bound_seconds(problem, max_instants=most) for most in (8, 16))
-    assert lower_bound_seconds(problem, enough_seconds=few) == few
-    assert lower_bound_seconds(problem) == max(few, most_instants)
-    predicted = plan(made, budgets, policy="belady", lower_bound=False).predicted
-    assert predicted is not None
-    assert made.ideal_seconds * 1.2 < bounds[-1] <= predicted.iteration_seconds
-
-
 @pytest.mark.parametrize(("host_bytes", "seconds"), [(40, 5.0), (20, 7.0), (19, 11.0)])
 def test_the_budget_of_a_lower_tier_counts(host_bytes: int, seconds: float) -> None:
     """40 bytes must be away in stage 1 of 3; host is four times as fast as storage.
@@ -191,20 +174,6 @@ def test_the_budget_of_a_lower_tier_counts(host_bytes: int, seconds: float) -> N
     made = trace(staged("uuu", 1.0, {1: 40}), [block(20, [0], [2])] * 2, hardware(host=True, rate=10.0))
     problem = Problem.of(made, Budgets(device_bytes=40, host_bytes=host_bytes))
     assert lower_bound_seconds(problem) == pytest.approx(seconds, rel=2e-6)
-
-
-def test_a_copy_made_between_neighbouring_stages_is_allowed_for() -> None:
-    """While stage 1 waits 5 s for z anyway, b goes out and in again; then it need not go out before stage 2."""
-    equal = links(dict.fromkeys(("device->host", "host->device", OUT, IN), 10.0))
-    b, z = block(10, [0], [1, 3]), block(50, [], [1], "parameter")
-    made = trace(staged("uuuu", 1.0, {0: 50, 2: 60, 3: 50}), [b, z], equal)
-    of_z, between = move(1, 1, 5, 5, out=False), move(0, 0, 1, 1, tier="host")
-    seconds = [
-        simulate(made, by_hand(made, 60, moves, away={1: "storage"})).iteration_seconds
-        for moves in ([between, of_z, move(0, 1, 3, 3, out=False, tier="host")], [of_z, move(0, 1, 3, 3, tier="host")])
-    ]
-    assert seconds == [pytest.approx(10.0), pytest.approx(11.0)]
-    assert lower_bound_seconds(Problem.of(made, Budgets(device_bytes=60))) == pytest.approx(10.0, rel=2e-6)
 
 
 def test_where_the_solver_fails_the_simple_bound_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,8 @@ from planner import (
     plan,
     simulate,
 )
-from planner.ilp import in_order_of_need
 from planner.policies import HEURISTICS
-from planner.problem import Decision, Decisions, Problem, build_plan, live_bytes
-from planner.schedule import evict_furthest
+from planner.problem import live_bytes
 
 from ..traces import HAND, block, hand, hardware, replay, staged, subgroup, trace, trained, transformer_trace, with_user_code
 
@@ -75,13 +73,6 @@ def test_a_process_that_makes_a_plan_ends_with_the_one_that_started_it() -> None
         assert process.wait(timeout=300)
 
 
-def test_copies_out_are_predicted_between_issue_and_return(made: Plan) -> None:
-    offloads = [move for move in made.moves if move.offload is not None]
-    assert offloads
-    assert all(m.offload and m.offload.start <= m.offload.free_after < m.before for m in offloads)
-    assert any(m.offload and m.offload.free_after > m.offload.start for m in offloads)
-
-
 def test_unknown_policy(transformer: Trace) -> None:
     known = "ilp, offload-only, checkpoint, teraio, g10, zero-infinity, belady, keep-all, device-updates, host-updates, stride-2"
     with pytest.raises(OptionsError, match=f"'best' is not known; the policies are: {known}"):
@@ -117,44 +108,6 @@ def test_a_failing_solver_leaves_a_greedy_plan(transformer: Trace, monkeypatch: 
     assert simulate(transformer, made).peak_bytes["device"] <= half(transformer).device_bytes
 
 
-def test_only_as_many_updates_on_the_host_as_have_room_there(transformer: Trace) -> None:
-    """All could update on the host, whose tier holds the blocks of one subgroup."""
-    updates = [stage for stage in transformer.stages if stage.phase == "optimizer"]
-    made = transformer.rebuilt(
-        hardware=hardware(host=True, rate=4e9),
-        subgroups=[
-            {
-                "id": number,
-                **subgroup(stage.id, [b.id for b in transformer.blocks if stage.id in b.uses], stage.duration_seconds, 0.02),
-            }
-            for number, stage in enumerate(updates)
-        ],
-    )
-    size = sum(made.blocks[number].size_bytes for number in made.subgroups[0].blocks)
-    problem = Problem.of(made, half(made).model_copy(update={"host_bytes": size * 3 // 2}))
-    on_host = in_order_of_need(problem, range(len(updates)))
-    assert len(updates) > 1 and on_host == [0], "the first whose parameters are needed again"
-    left = Problem.of(made, problem.budgets, on_host)
-    waiting: Decisions = {
-        index: Decision(tier="host", leave=left.periods[index].after, start=left.periods[index].before) for index in left.updated
-    }
-    timeline = simulate(made, build_plan(left, evict_furthest(left, waiting, early=True), policy="by hand"))
-    assert [update.subgroup for update in timeline.updates] == [0]
-    assert size <= timeline.peak_bytes["host"] <= size * 3 // 2
-
-
-def test_ilp_is_near_the_bound_where_links_are_scarce() -> None:
-    described = transformer_trace(layers=3, stages_per_layer=5, rate=4e9)
-    budgets = Budgets(device_bytes=max(live_bytes(described)) // 2)
-    predicted = {policy: plan(described, budgets, policy=policy).predicted for policy in ("ilp", *HEURISTICS)}
-    ours = predicted.pop("ilp")
-    assert ours is not None and ours.iteration_seconds <= 1.02 * ours.lower_bound_seconds
-    for policy, theirs in predicted.items():
-        assert theirs is not None and ours.stall_seconds <= theirs.stall_seconds, policy
-        if policy in ("zero-infinity", "belady"):
-            assert ours.stall_seconds < theirs.stall_seconds / 2, policy
-
-
 # -- greedy policies, and zero-infinity
 
 
@@ -179,13 +132,6 @@ def test_no_drive_is_written_for_less_than_a_hundredth_while_host_memory_has_roo
     assert {move.block: move.tier for move in found.moves} == {0: tier, 1: "host"}
 
 
-def test_teraio_takes_what_frees_most_for_its_cost() -> None:
-    """Both blocks could make room at stage 2 at the same cost. One of them is idle under pressure for longer."""
-    described = lives([(10, [0, 7]), (10, [1, 4]), (10, [2, 3]), (10, [5, 6])], seconds=[1.0] * 8, rate=20.0)
-    made = plan(described, Budgets(device_bytes=20), policy="teraio")
-    assert list(moved(made)) == [0]
-
-
 @pytest.mark.parametrize(("size", "tiers"), [(10, ["storage"]), (30, ["host", "host", "storage"])])
 def test_teraio_uses_host_memory_once_storage_has_no_bandwidth_left(size: int, tiers: list[str]) -> None:
     """Four blocks are idle around the same two stages; within the stage before and after, storage can take one of them."""
@@ -202,37 +148,12 @@ def test_teraio_prefetches_as_late_and_g10_as_early_as_it_can() -> None:
     assert (late, eager) == (8, 4)
 
 
-def test_what_greed_leaves_over_the_budget_is_moved_on_demand() -> None:
-    """The link is too slow for any move to be in time, so stages wait for all of them."""
-    described = lives([(10, [0, 3]), (10, [1, 2])], seconds=[0.1] * 4, rate=1.0)
-    for policy in ("teraio", "g10"):
-        made = plan(described, Budgets(device_bytes=10), policy=policy)
-        assert made.predicted is not None and made.predicted.stall_seconds > 10
-        assert moved(made)[0].prefetch.start == 3
-
-
 def test_zero_infinity_offloads_everything_and_prefetches_one_layer_ahead() -> None:
     names = [f"layers.{layer}.{part}" for layer in range(4) for part in ("attn", "mlp")]
     described = lives([(10, [0, 7]), (10, [1, 3]), (5, [2, 6])], seconds=[1.0] * 8, names=names, rate=1000.0)
     made = moved(plan(described, Budgets(device_bytes=1000), policy="zero-infinity"))
     assert {block: (move.after, move.prefetch.start) for block, move in made.items()} == {0: (0, 4), 2: (2, 4)}
     assert {move.tier for move in made.values()} == {"storage"}, "there is no host tier"
-
-
-def test_zero_infinity_keeps_activations_in_host_memory_and_states_on_storage() -> None:
-    described = transformer_trace(layers=3, rate=4e9, states=True)
-    with_host = described.rebuilt(hardware=hardware(host=True, rate=4e9))
-    made = plan(with_host, Budgets(device_bytes=max(live_bytes(with_host))), policy="zero-infinity")
-    tiers = {(with_host.blocks[move.block].kind == "activation", move.tier) for move in made.moves}
-    assert tiers == {(True, "host"), (False, "storage")}
-
-
-def test_zero_infinity_starts_later_where_there_is_no_room() -> None:
-    """One layer ahead would be stage 4, where the budget is full."""
-    names = [f"layers.{layer}.{part}" for layer in range(4) for part in ("a", "b")]
-    described = lives([(10, [0, 7]), (10, [4, 5])], seconds=[1.0] * 8, names=names, rate=1000.0)
-    made = moved(plan(described, Budgets(device_bytes=10), policy="zero-infinity"))
-    assert made[0].prefetch.start == 6
 
 
 # -- fixed rules for where optimizer subgroups update

@@ -1,6 +1,5 @@
 """For any trace and budget, a plan exists, can be carried out, does what it predicts, and is no slower than plans for less."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,17 +63,6 @@ def test_below_the_floor_nothing_is_planned_and_with_room_for_everything_nothing
         plan(made, Budgets(device_bytes=smallest - 1))
     assert caught.value.smallest_bytes == smallest
     assert caught.value.stage == made.stages[stage].name
-
-
-@given(case=problems())
-def test_files_give_back_what_was_written(tmp_path_factory: pytest.TempPathFactory, case: tuple[Trace, Budgets]) -> None:
-    made, found = case[0], plan(*case, policy="belady")
-    folder: Path = tmp_path_factory.mktemp("round_trip")
-    made.save(folder / "trace.json")
-    found.save(folder / "plan.json")
-    assert Trace.load(folder / "trace.json") == made
-    assert Trace.load(folder / "trace.json").fingerprint == made.fingerprint
-    assert Plan.load(folder / "plan.json") == found
 
 
 @given(problems(), st.integers(0, 200))

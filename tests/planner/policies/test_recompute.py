@@ -5,11 +5,11 @@ import random
 import pytest
 
 from planner import BudgetError, Budgets, Trace, floor, plan
-from planner.problem import RerunPlaces, live_bytes, over_half, rounded, simple_sets, whole_layers
+from planner.problem import RerunPlaces, live_bytes
 
 from ...thoroughness import by_profile
 from .. import exhaustive
-from ..traces import IN, OUT, block, group, hardware, layers, links, replay, staged, trace
+from ..traces import layers, links, replay
 
 TRACES = by_profile(ci=8, long=150)
 
@@ -31,22 +31,6 @@ def test_over_a_slow_link_a_layer_runs_again_and_over_a_fast_one_it_moves() -> N
     assert again(layers(rate=1.0), 31, "offload-only") == (pytest.approx(25.0), [])
 
 
-def test_sets_of_groups_are_not_judged_by_a_poor_plan() -> None:
-    """Group 0 runs again for 0.5 s, and no stage waits; without it, stages wait for 5.67 s. The program drafts it badly."""
-    blocks = [
-        block(5, [6], [0, 5, 6], persistent=True),
-        block(5, [0], [5]),
-        block(20, [1], [4]),
-        block(40, [6], [2, 3, 6], persistent=True),
-        block(40, [3], [6]),
-        block(80, [6], [6], persistent=True),
-        block(20, [2], [3]),
-        block(5, [2], [3]),
-    ]
-    made = trace(staged("fffbbbo"), blocks, hardware(rate=6.0), recompute=[group(1, [2], seconds=0.5)])
-    assert again(made, 193, "ilp") == (pytest.approx(7.5), [(0, 4)])
-
-
 def test_long_iterations_do_not_rely_on_the_coarse_program_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second layer would run again from what the one before it made: 17 s. Over the link, each copy takes 10 s.
 
@@ -56,22 +40,6 @@ def test_long_iterations_do_not_rely_on_the_coarse_program_alone(monkeypatch: py
     made = renamed(layers(33, rate=1.0), [f"{'odd' if number % 2 else 'even'}.{number}" for number in range(33)])
     seconds, groups = again(made, 200, "ilp")
     assert (seconds, len(groups)) == (pytest.approx(66 + 14), 14)
-
-
-def test_all_groups_are_tried_at_one_place() -> None:
-    """Only both at stage 3 help: block 2 (20 bytes over a slow link) is then made twice, and never waits.
-
-    No single group helps, nor do both at the places where each runs alone.
-    """
-    made = trace(
-        staged("ffbbo", [0.3, 2.0, 1.0, 1.0, 2.0], {0: 5, 3: 5, 4: 5}),
-        [block(20, [0], [2]), block(10, [0], [1, 3]), block(20, [1], [2, 3])],
-        links({OUT: 2.0, IN: 10.0}),
-        recompute=[group(0, [0, 1], seconds=0.3), group(1, [2], [1], seconds=2.0)],
-    )
-    assert again(made, 48, "ilp") == (pytest.approx(20.6), [(0, 3), (1, 3)])
-    places = [[(each.group, each.at) for each in found] for found in RerunPlaces(made).together()]
-    assert places == [[(0, 2), (1, 2)], [(0, 3), (1, 3)]]
 
 
 def test_recomputation_lowers_the_floor_where_no_tier_can_be_used() -> None:
@@ -121,23 +89,7 @@ def test_groups_run_again_as_late_as_they_can() -> None:
     assert list(changed.usable) == [1, 2, 3], "before backward stage 7, the weight that group 0 reads has been changed"
 
 
-def test_shares_are_rounded_so_that_as_many_run_again() -> None:
-    made = layers(4)
-    assert rounded(made, dict.fromkeys(range(4), 0.3)) == {1}
-    assert rounded(made, dict.fromkeys(range(4), 0.6)) == {0, 2}
-    assert over_half({0: 0.3, 1: 0.6}) == {1}
-    assert set(simple_sets(made, [0, 1, 2, 3])) == {frozenset(each) for each in ((0, 1, 2, 3), (3,), (0, 2, 3), (0, 1, 2, 3))}
-    assert list(simple_sets(made, [])) == []
-
-
 def renamed(made: Trace, names: list[str]) -> Trace:
     """Give the forward stages other names."""
     stages = [stage.model_copy(update={"name": f"forward/{name}"}) for stage, name in zip(made.stages, names, strict=False)]
     return made.rebuilt(stages=(*stages, *made.stages[len(names) :]))
-
-
-def test_whole_layers_keep_what_the_next_layer_reads() -> None:
-    made = renamed(layers(4), ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"])
-    assert whole_layers(made, range(4)) == {0, 2, 3}
-    assert whole_layers(made, range(4), span=2) == {0, 1, 2, 3}
-    assert whole_layers(made, [1, 2]) == {2}

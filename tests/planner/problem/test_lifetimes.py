@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from planner import Budgets, InfeasiblePlanError, Trace, TraceError, floor, inactive_periods, plan, simulate
-from planner.problem import Problem, block_activities, host_updatable, live_bytes, mean_active_fraction
+from planner.problem import Problem, block_activities, host_updatable, live_bytes
 
 from ..strategies import traces
 from ..traces import Entry, block, by_hand, hardware, move, staged, subgroup, trace, trained
@@ -41,14 +41,6 @@ def test_updates_in_slices_have_one_parameter_its_gradient_and_a_quarter_of_it(h
         subgroups=[subgroup(1, range(3), host=host)],
     )
     assert floor(made) == (453, 1) and floor(made, in_slices=True)[0] == sliced
-
-
-def test_the_mean_counts_bytes_of_movable_blocks() -> None:
-    sizes = [(30, [0], True), (10, [1], True), (1000, [0, 1], False)]
-    made = trace(staged("ff", [1.0, 3.0]), [block(size, [], uses, "parameter", movable=moves) for size, uses, moves in sizes])
-    assert mean_active_fraction(made) == pytest.approx((30 * 1 + 10 * 3) / (40 * 4))
-    assert mean_active_fraction(trace(staged("f"))) == 0.0
-    assert mean_active_fraction(trace(staged("f", 0.0), [block(10, [], [0])])) == 0.0, "an iteration of no time"
 
 
 @given(traces())
@@ -93,11 +85,6 @@ def test_every_policy_makes_room_and_brings_nothing_back(policy: str) -> None:
     assert timeline.moved_bytes == {"device->storage": 10} and timeline.peak_bytes["storage"] == 10
     assert timeline.iteration_seconds == pytest.approx(6.0)
     assert found.predicted is not None and found.predicted.lower_bound_seconds <= 6.0
-
-
-def test_one_that_is_not_used_again_goes_before_one_that_is() -> None:
-    made = outliving(gradient(10, [0], [1]), gradient(10, [1], [4], None), workspaces={3: 10})
-    assert [each.block for each in plan(made, Budgets(device_bytes=20), policy="belady").moves] == [0]
 
 
 def test_one_that_dies_on_its_way_out_takes_its_room_until_it_is_out() -> None:

@@ -37,12 +37,6 @@ def test_a_shared_rate_that_never_binds_limits_nothing() -> None:
     assert limits(hardware) == ()
 
 
-def test_three_links_keep_the_row_of_their_sum() -> None:
-    hardware = machine([10.0, 10.0, 10.0, 1.0], (15.0, [OUT, IN, WRITE]))
-    sums = [limit for limit in limits(hardware) if len(limit) == 3]
-    assert [limit for limit in sums] == [pytest.approx(dict.fromkeys((OUT, IN, WRITE), 1 / 15))]
-
-
 rates = st.floats(0.1, 100.0)
 
 

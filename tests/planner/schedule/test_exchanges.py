@@ -54,57 +54,6 @@ def test_a_small_block_leaves_instead_of_a_large_one_where_little_is_missing() -
     assert made.predicted is not None and made.predicted.iteration_seconds == pytest.approx(10.0)
 
 
-def test_a_copy_out_comes_later_where_another_one_is_more_urgent() -> None:
-    """Block 0 occupies the link from stage 0 to 3. Block 1 must be out before stage 2; block 0 has time until stage 4."""
-    blocks = [
-        block(30, [0], [9]),
-        block(10, [0], [9]),
-        block(10, [2], [3]),
-        block(40, [6], [7]),
-    ]
-    problem = made_of([1.0] * 10, blocks, 40)
-    first = {0: Decision(tier="storage", leave=0, start=8), 1: Decision(tier="storage", leave=0, start=9)}
-    found = exchanged(problem, first)
-    later = [each for each in found if each.keys() == {0, 1} and each[0].leave > 0]
-    assert later and min(seconds(problem, each) for each in later) < seconds(problem, first)
-
-
-def test_another_block_is_away_as_well_so_that_the_copy_in_can_begin_earlier() -> None:
-    """Block 0 is needed in stage 3, and there is no room for it in stage 2 as long as block 1 stays."""
-    blocks = [
-        block(20, [0], [3]),
-        block(10, [0], [4]),
-        block(20, [1], [2]),
-    ]
-    problem = made_of([1.0, 5.0, 5.0, 3.0, 1.0], blocks, 40)
-    first = {0: Decision(tier="storage", leave=0, start=3)}
-    found = exchanged(problem, first)
-    both = [each for each in found if each.keys() == {0, 1}]
-    assert both and min(seconds(problem, each) for each in both) < seconds(problem, first)
-
-
-def test_a_copy_made_in_an_earlier_period_is_still_valid() -> None:
-    """Block 0 leaves between stages 2 and 5. With a copy made in stage 1, stage 3 need not wait for it."""
-    blocks = [
-        block(10, [0], [2, 5]),
-        block(10, [3], [4]),
-    ]
-    problem = made_of([1.0, 2.0, 1.0, 1.0, 1.0, 1.0], blocks, 19)
-    periods = {(period.after, period.before): index for index, period in enumerate(problem.periods)}
-    first = {periods[2, 5]: Decision(tier="storage", leave=2, start=5)}
-    found = [each for each in exchanged(problem, first) if each.keys() == {periods[0, 2], periods[2, 5]}]
-    assert found and seconds(problem, found[0]) == seconds(problem, first) - 1.0
-
-
-def test_a_block_that_only_dies_is_fetched_by_no_variant() -> None:
-    """Stage 2 waits for the copy out of the block, which is not used again before it dies."""
-    problem = made_of([1.0] * 5, [block(10, [0, 1], dies_after=4)], 15, workspace=10)
-    (period,) = problem.periods
-    first = {0: Decision(tier="storage", leave=1, start=period.before)}
-    assert period.final and seconds(problem, first) == pytest.approx(6.0)
-    assert all(each[0].start == period.before for each in exchanged(problem, first))
-
-
 def test_all_variants_can_be_carried_out_and_some_are_better() -> None:
     made = transformer_trace(layers=2, stages_per_layer=4, rate=2e9)
     problem = Problem.of(made, Budgets(device_bytes=max(live_bytes(made)) // 2))
@@ -120,14 +69,6 @@ def test_all_variants_can_be_carried_out_and_some_are_better() -> None:
     assert len(found) > 50
     assert all(max(problem.occupancy(each)) <= problem.budgets.device_bytes for each in found)
     assert min(seconds(problem, each) for each in found) < seconds(problem, decisions)
-
-
-def test_nothing_is_exchanged_where_nothing_waits() -> None:
-    problem = made_of([1.0] * 5, [block(10, [0], [4])], 10)
-    assert exchanged(problem, {}) == []
-    assert exchanged(problem, {0: Decision(tier="storage", leave=0, start=2)}) == []
-    decisions = {0: Decision(tier="host", leave=0, start=4), 1: Decision(tier="host", leave=1, start=3)}
-    assert list(tier_exchanges(ReplayedPlan.of(two_blocks(host_bytes=60), decisions))) == []
 
 
 # -- other tiers

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from planner import Budgets, InfeasiblePlanError, Trace, simulate
 from planner.problem import Decision, Decisions, Problem, build_plan, user_stages
-from planner.schedule import ReplayedPlan, StageClock, prefetch_from, schedule, user_code_proposals
+from planner.schedule import ReplayedPlan, user_code_proposals
 
 from ..strategies import random_decisions, training_problems
 from ..traces import block, hand, hardware, staged, subgroup, trace, trained
@@ -44,11 +44,6 @@ def test_a_copy_out_is_put_off_until_user_code_has_ended() -> None:
 def test_only_where_there_is_room(workspace: int, count: int) -> None:
     """The state takes 10 of 20 bytes for one stage more."""
     assert len(proposed(user_code(workspace=workspace), {0: Decision(tier="storage", leave=5, start=10)})) == count
-
-
-def test_not_where_the_block_comes_back_before_user_code() -> None:
-    problem = Problem.of(hand("chain"), Budgets(device_bytes=20))
-    assert proposed(problem, {0: Decision(tier="storage", leave=0, start=4)}) == []
 
 
 def layer(*, workspace: int = 0) -> Trace:
@@ -93,26 +88,6 @@ def test_a_copy_in_under_way_begins_after_user_code() -> None:
     ((_, after),) = proposed(problem, before)
     assert after == {0: replace(before[0], start=10)}
     assert (seconds(problem, before), seconds(problem, after)) == (8.5, 7.0)
-
-
-def test_copies_in_are_scheduled_around_user_code() -> None:
-    """A copy that would be under way in user code, by the clock, begins early enough to end before it."""
-    problem = user_code(budget=25)
-    clock = StageClock.ideal(problem)
-    assert [clock.last_user_stage(time) for time in (0.0, 0.5, 3.0, 3.5, 6.0, 6.5, -0.5)] == [-3, 0, 0, 3, 3, 6, -3]
-    decisions: Decisions = {0: Decision(tier="storage", leave=5, start=11)}
-    assert schedule(problem, decisions, clock, lead=0.0)[0].start == 10
-    # With five times the time to copy, stage 4 does not suffice; it is moved before user code, where there is time.
-    slow = hand("user_code").rebuilt(hardware=hardware(rate=6.0))
-    problem = Problem.of(slow, Budgets(device_bytes=30))
-    assert schedule(problem, decisions, StageClock.ideal(problem), lead=0.0)[0].start == 7
-
-
-def test_what_would_be_held_back_is_queued_after_user_code() -> None:
-    problem = user_code(budget=20)
-    decisions: Decisions = {0: Decision(tier="storage", leave=6, start=11)}
-    assert prefetch_from(problem, decisions, {0: 9})[0].start == 10
-    assert prefetch_from(problem, decisions, {0: 8})[0].start == 10, "in stage 2 there is no room"
 
 
 @given(training_problems(most_layers=4), st.integers(0, 2**32))

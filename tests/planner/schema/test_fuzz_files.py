@@ -31,8 +31,6 @@ from ..traces import HAND
 ROOT = HAND.parents[1]
 Model = type[Trace] | type[Plan]
 Content = dict[Model, Any]
-
-DAMAGED = by_profile(ci=50, long=4000)
 HOSTILE = [
     *"null true -1 0 1 0.0 -0.0 1.5 4294967296 1e18 1e300 1e400 -1e400 1e-20 1e-320 NaN -Infinity [] {} [0] [[]]".split(),
     *(str(MAX_NUMBER), str(1 << 63), "1" + "0" * 30, "1" + "0" * 400, "9" * 5000, f"[{MAX_NUMBER}]"),
@@ -77,39 +75,6 @@ def replaced(content: Any, place: tuple[Any, ...], token: str) -> str:
     changed = copy.deepcopy(content)
     holder_of(changed, place)[place[-1]] = "@here@"
     return json.dumps(changed).replace('"@here@"', token)
-
-
-def damaged(content: Any, chance: random.Random) -> bytes:
-    """Return a file with one to four faults. One in six is damaged in its bytes, one in twelve is a compressed file."""
-    content = copy.deepcopy(content)
-    for _ in range(chance.choice((1, 1, 1, 1, 2, 4))):
-        known = [(holder_of(content, place), place[-1]) for place in places(content)]
-        holder, key = chance.choice(known)
-        fault = chance.choice(("nudge", "nudge", "nudge", "remove", "repeat", "swap"))
-        if fault == "nudge":  # the file often stays a valid one, with a trace or plan that nobody would make
-            holder, key = chance.choice([each for each in known if type(each[0][each[1]]) in (int, float)])
-            value = holder[key]
-            holder[key] = chance.choice((value + 1, value - 1, value * 2, value * 1000, value / 2, -value))
-        elif fault == "remove":
-            del holder[key]
-        elif fault == "repeat":
-            entries = chance.choice([each for each, _ in known if isinstance(each, list)])
-            entries[chance.randint(0, len(entries)) : 0] = [chance.choice(entries)] * chance.choice((1, 1, 2, 2000))
-        else:
-            other, other_key = chance.choice(known)
-            holder[key], other[other_key] = copy.deepcopy(other[other_key]), copy.deepcopy(holder[key])
-    raw = json.dumps(content).encode()
-    compressed, in_bytes = chance.random() < 1 / 12, chance.random() < 1 / 6
-    raw = gzip.compress(raw, 1) if compressed else raw
-    return with_other_bytes(raw, chance) if in_bytes else raw
-
-
-def with_other_bytes(raw: bytes, chance: random.Random) -> bytes:
-    changed = bytearray(raw)
-    for _ in range(chance.randint(1, 3)):
-        at = chance.randrange(len(changed) + 1)
-        changed[at : at + chance.choice((0, 1, 20))] = chance.randbytes(chance.choice((0, 1, 4)))
-    return bytes(changed[: chance.randrange(len(changed) + 1)] if chance.random() < 0.2 else changed)
 
 
 def one_line(path: Path, error: TeraioError) -> None:
@@ -178,24 +143,6 @@ def test_hostile_values_at_every_place(tmp_path: Path, whole: Content, model: Mo
     assert refused > 1500 * share and taken > 100 * share, "the changes reach the models' rules, and some are harmless"
 
 
-@pytest.mark.parametrize("model", [Trace, Plan])
-def test_damaged_files(tmp_path: Path, whole: Content, model: Model) -> None:
-    """Each is refused, or the commands can work with it."""
-    trace = tmp_path / "trace.json"
-    trace.write_text(json.dumps(whole[Trace]))
-    chance = random.Random(2)
-    refused = 0
-    for _ in range(DAMAGED):
-        raw = damaged(whole[model], chance)
-        path = tmp_path / ("file.json.gz" if raw.startswith(b"\x1f\x8b") else "file.json")
-        path.write_bytes(raw)
-        loaded = load(path, model)
-        refused += loaded is None
-        if loaded is not None:
-            work_with(path, model, trace)
-    assert DAMAGED // 2 < refused < DAMAGED
-
-
 HALF = MAX_NUMBER // 2
 """Two such blocks fit into the largest budget."""
 
@@ -205,11 +152,8 @@ HALF = MAX_NUMBER // 2
     [
         (HALF, 1e18, 1e-60, True),
         (HALF, 1e-60, 1e-60, True),
-        (HALF, 1e18, 1.0, True),
         (HALF, 1e-60, 1e18, False),
-        (HALF, 1.0, 1e6, False),
         (1, 1e18, 1e18, False),
-        (1, 4e18, 1e18, True),
         (1, 1e-6, 1e6, False),
     ],
 )
@@ -259,8 +203,6 @@ def test_budgets_beyond_what_a_file_holds_are_refused(whole: Content) -> None:
     ("token", "message"),
     [
         ("1" + "0" * 30, "blocks.1.size_bytes: the number 1000000000000000000000000000000; at most 9,223,372,036,854,775,807"),
-        ("1" + "0" * 400, "blocks.1.size_bytes: the number 1000"),
-        ("-" + "9" * 20, "blocks.1.size_bytes: the number -99999999999999999999; at most"),
         ("9" * 5000, "a number has thousands of digits"),
         ("1e400", "blocks.1.size_bytes: the number inf; at most"),
         ("1e-320", "blocks.1.size_bytes: the number 1e-320; it may be 0, or at least 1e-60"),
@@ -268,7 +210,6 @@ def test_budgets_beyond_what_a_file_holds_are_refused(whole: Content) -> None:
         ('"' + "x" * 4097 + '"', "blocks.1.size_bytes: a text of 4,097 characters; at most 4,096"),
         ('1, "size_bytes": 1', "blocks.1.size_bytes: given more than once"),
         ("[" * 100_000, "nests too deeply"),
-        ("[" * 500 + "]" * 500, "line 1"),
         ('"\\ud800"', "line 1"),
         ('"\n"', "malformed JSON at line 1 column"),
         ('1, "\\u001b[2Jfield": 1', "blocks.1.\\x1b[2Jfield: Extra inputs are not permitted"),
@@ -282,38 +223,13 @@ def test_the_place_of_a_fault(tmp_path: Path, whole: Content, token: str, messag
     one_line(path, caught.value)
 
 
-@pytest.mark.parametrize("field", ["format", "version"])
-@pytest.mark.parametrize("token", ['"' + "y" * 100_000 + '"', '{"deep": [[[[[1]]]]]}', "1e99", "true", '"\\u001b[31m"', "[]"])
-def test_other_formats_and_versions_are_quoted_short(tmp_path: Path, whole: Content, field: str, token: str) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text(replaced(whole[Trace], (field,), token))
-    with pytest.raises(TraceError, match=field) as caught:
-        Trace.load(path)
-    one_line(path, caught.value)
-    assert len(str(caught.value)) < len(str(path)) + 400
-
-
-def test_a_long_list_is_not_quoted_whole(tmp_path: Path, whole: Content) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text(replaced(whole[Trace], ("blocks", 0, "reads"), json.dumps([3, *range(100_000)])))
-    with pytest.raises(TraceError, match=r"blocks\.0: .*must ascend.*characters\)") as caught:
-        Trace.load(path)
-    assert len(str(caught.value)) < 1000
-
-
 def test_a_byte_order_mark_is_ignored(tmp_path: Path, whole: Content) -> None:
     path = tmp_path / "trace.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(whole[Trace]).encode())
     assert Trace.load(path) == Trace.model_validate(whole[Trace]) and read_format(path) == "teraio.trace"
 
 
-def test_a_null_byte_in_the_name() -> None:
-    with pytest.raises(TraceError, match="cannot be read: embedded null byte"):
-        Trace.load("trace\0.json")
-
-
-def test_printable() -> None:
-    assert printable("größe ≤ 3 µs") == "größe ≤ 3 µs"
+def test_a_long_text_is_not_quoted_whole() -> None:
     assert printable("a\x1b[0m\n\x9b\u202e\ud800") == "a\\x1b[0m\\n\\x9b\\u202e\\ud800"
     assert printable("x" * 11, most=10) == "xxxxxxxxxx… (11 characters)"
 

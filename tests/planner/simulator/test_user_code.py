@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from planner import Budgets, InfeasiblePlanError, Plan, Timeline, Trace, TraceError, plan, simulate
 from planner.bound import lower_bound_seconds
-from planner.problem import Problem, host_updatable, live_bytes, next_user_stage, user_stages
+from planner.problem import Problem, host_updatable, live_bytes, user_stages
 from planner.simulator import STAGES, critical_path
 
 from ..strategies import problems, replay_of_random_plan, training_problems
@@ -73,14 +73,6 @@ def test_a_copy_in_that_has_begun_ends_before_user_code_and_the_next_is_held_bac
     assert timeline.iteration_seconds == pytest.approx(8.0)
 
 
-def test_what_is_queued_behind_a_copy_that_is_held_back_waits_too() -> None:
-    blocks = [used("parameter", 10, 0, 5), used("activation", 10, 0, 5)]
-    behind = simulate(*planned("ffffuo", blocks, [(0, 0, 0, 4, 5), (1, 0, 0, 4, 5)]))
-    assert times(behind, IN) == [(0, 5, 6), (1, 6, 7)]
-    before = simulate(*planned("ffffuo", blocks, [(0, 0, 0, 5, 5), (1, 0, 0, 4, 5)]))
-    assert times(before, IN) == [(1, 4, 5), (0, 5, 6)]
-
-
 def test_what_user_code_itself_needs_comes_in() -> None:
     """Stage 3 is user code and reads block 1, which is queued behind block 0, which it does not need."""
     blocks = [used("parameter", 10, 0, 4), used("gradient", 10, 0, 3), used("gradient", 10, 0, 4)]
@@ -138,13 +130,6 @@ def test_an_update_that_is_user_code_stays_where_it_is() -> None:
     assert host_updatable(made) == ()
     with pytest.raises(InfeasiblePlanError, match="a stage that is not user code"):
         simulate(made, given_plan)
-
-
-def test_the_next_user_code_is_numbered_on() -> None:
-    made = trace(staged("ufuf"))
-    assert user_stages(made) == (0, 2)
-    assert [next_user_stage(made, stage) for stage in range(4)] == [0, 2, 2, 4]
-    assert next_user_stage(trace(staged("ff")), 1) is None
 
 
 def check(made: Trace, timeline: Timeline) -> int:

@@ -84,29 +84,6 @@ def test_pages_leave_and_come_back(memory: CpuMemory, store: PosixStore, keep_pa
     assert torch.equal(tensor, expected), "a block that is back does not depend on its slot"
 
 
-def test_forgetting_cached_pages_makes_them_leave_the_resident_set(memory: CpuMemory, store: PosixStore) -> None:
-    tensor = torch.ones(8 * MIB, dtype=torch.uint8)
-    span = movable(memory, tensor)
-    leave(memory, store, span)
-    tensor.fill_(3)
-    used = resident_bytes()["RssFile"]
-    memory.forget_cached(span)
-    assert used - resident_bytes()["RssFile"] > 8 * MIB - SLACK
-    assert only_value(tensor) == 3
-
-
-@KEEP
-def test_freeing_a_block_that_is_away(memory: CpuMemory, store: PosixStore, keep_pages: bool) -> None:
-    tensor = torch.ones(4 * MIB, dtype=torch.uint8)
-    slot = leave(memory, store, movable(memory, tensor), keep_pages=keep_pages)
-    del tensor
-    mappings = Path("/proc/self/maps").read_text()
-    assert all(str(extent.path) not in mappings for extent in slot.extents), "the slot is still mapped"
-    fresh, other = (torch.full((4 * MIB,), fill, dtype=torch.uint8) for fill in (0, 9))
-    write_slot(store, slot, movable(memory, other).address)
-    assert only_value(fresh) == 0
-
-
 @dataclass
 class Gone:
     """A range of a file that cannot be mapped."""
@@ -234,19 +211,6 @@ def test_freed_pages_serve_the_next_tensors(memory: CpuMemory) -> None:
         assert abs(resident_bytes()["RssAnon"] - before) < SLACK
         assert memory.kept_bytes <= 48 * MIB - sum(sizes)
         assert all(only_value(part) == 1 for part in parts)
-
-
-def test_pages_of_what_leaves_serve_what_arrives(memory: CpuMemory, store: PosixStore) -> None:
-    first, second = (torch.full((8 * MIB,), fill, dtype=torch.uint8) for fill in (1, 2))
-    slots = {1: leave(memory, store, movable(memory, first))}
-    before = resident_bytes()["RssAnon"]
-    for _ in range(4):
-        slots[2] = leave(memory, store, movable(memory, second))
-        come_back(memory, store, movable(memory, first), slots[1])
-        slots[1] = leave(memory, store, movable(memory, first))
-        come_back(memory, store, movable(memory, second), slots[2])
-        assert abs(resident_bytes()["RssAnon"] - before) < SLACK
-    assert only_value(first) == 1 and only_value(second) == 2
 
 
 def test_spare_pages_go_back_to_the_system(memory: CpuMemory) -> None:

@@ -55,20 +55,6 @@ def test_a_copy_that_can_not_begin_keeps_nothing(rig: CpuMachine) -> None:
     assert block.dead and not rig.plain._arrived
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
-def test_every_type_and_layout_comes_back_as_it_was(rig: CpuMachine, dtype: torch.dtype) -> None:
-    content = torch.randint(0, 2 if dtype is torch.bool else 255, (2 * MIB + 24,), dtype=torch.uint8)
-    flat = content.clone().view(dtype)
-    tensor = flat[: flat.numel() // 8 * 8].view(8, -1).t()[1:]
-    size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-    block = rig.pager.block_of(tensor, name="w", kind="activation", user_visible=False)
-    del flat
-    rig.leave(block)
-    rig.use(block)
-    assert (tensor.size(), tensor.stride(), tensor.storage_offset()) == (size, stride, offset)
-    assert torch.equal(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()), content)
-
-
 # -- checksums
 
 
@@ -173,24 +159,6 @@ def test_a_storage_has_one_mover(rig: CpuMachine, tmp_path: Path) -> None:
     rig.pager.enter_region()
     rig.use(block)
     assert tensor.unique().tolist() == [5]
-    other.close()
-
-
-@pytest.mark.parametrize("end", ["its block is gone", "its mover is closed"])
-def test_a_storage_gets_another_mover_after(rig: CpuMachine, tmp_path: Path, end: str) -> None:
-    (tmp_path / "other").mkdir()
-    other = CpuMachine(tmp_path / "other", ownership=rig.ownership)
-    tensor, _ = other.make(2 * MIB, 1)
-    storage = tensor.untyped_storage()
-    assert rig.mover.span(storage) is None
-    if end == "its block is gone":
-        key = storage._cdata
-        del tensor, storage
-        other.pager.forget_dead()
-        assert key not in rig.ownership._claims
-    else:
-        other.tiers.close()
-        assert rig.mover.span(storage) is not None
     other.close()
 
 

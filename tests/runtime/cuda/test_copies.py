@@ -1,11 +1,10 @@
-"""Copies for drives: the stream of each, what waits for it, and which paths there are. Host memory stands for the GPU's."""
+"""Copies for drives: what waits for them, and which paths there are. Host memory stands for the GPU's."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,25 +90,6 @@ def test_bytes_go_from_source_to_target_and_only_the_copy_is_waited_for(cuda: Cu
     copy.wait()
     assert [name for name, _ in cuda.log] == ["record", "wait"]
     assert target.raw == expected
-
-
-def test_each_thread_and_direction_has_a_stream_of_its_own(cuda: Cuda) -> None:
-    copier = CudaCopier(torch.device("cuda", 1))
-    target, source = memory(), memory()
-
-    def copy() -> None:
-        for _ in range(2):
-            copier.to_host(ctypes.addressof(target), ctypes.addressof(source), SIZE)
-            copier.to_device(ctypes.addressof(target), ctypes.addressof(source), SIZE)
-
-    copy()
-    thread = threading.Thread(target=copy)
-    thread.start()
-    thread.join()
-    streams = [stream for _, stream in cuda.log]
-    assert all(isinstance(stream, Stream) and stream.device == torch.device("cuda", 1) for stream in streams)
-    assert streams[:2] == streams[2:4] and streams[4:6] == streams[6:8]
-    assert len(set(map(id, streams))) == 4
 
 
 def test_an_address_of_another_device_is_refused_instead_of_copied(cuda: Cuda) -> None:

@@ -74,21 +74,6 @@ def test_the_observer_hears_of_every_stage() -> None:
     assert all(record.end.seconds_since(record.begin) >= 0 for record in recorder.stages)
 
 
-def test_views_are_not_made_and_have_the_nearest_next_use() -> None:
-    plan = program(
-        stage("split", lambda a: (a[:4], a[4:]), (0,), (1, 2), next_uses=(-1, 2, 1)),
-        stage("right", lambda a: (a + 1,), (2,), (3,)),
-        stage("left", lambda a: (a + 1,), (1,), (4,)),
-        inputs=1,
-        results=(3, 4),
-    )
-    recorder = Recorder()
-    managed(plan, [filled(1)], Bench(None), recorder)
-    assert not recorder.stages[0].made
-    assert list(recorder.stages[0].next_uses().values()) == [1]
-    assert recorder.stages[1].read == recorder.stages[2].read == recorder.stages[0].read
-
-
 def test_a_stage_that_writes_its_input() -> None:
     bench, recorder = Bench(None), Recorder()
     running = filled(1)
@@ -286,19 +271,42 @@ class Counter:
         pass
 
 
-def test_what_only_the_first_run_needs_does_not_count() -> None:
-    """Nor is the peak forgotten before it: Inductor tunes kernels within the memory below it."""
-    memory, resets = Counter(), []
-    memory.reset_peak = lambda: resets.append(len(seen))  # type: ignore[method-assign]
-    meter = WorkspaceMeter(memory, runs=4, first_is_special=True)
-    base = replace(stage("x", lambda a: (a,), (0,), (1,)), output_bytes=0, workspace_bytes=7)
+FIRST = {"first_is_special": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "runs", "expected"),
+    [
+        pytest.param(
+            FIRST, [(900, 0, 0), (100, 1, 0), (300, 2, 0), (200, 3, 0), (999, 4, 0)], [7, 100, 300, 300, 300], id="the largest"
+        ),
+        pytest.param(
+            FIRST,
+            [(900, 0, 0), (100, 0, 0), (500, 0, 0), (200, 1, 0), (999, 1, 0), (300, 2, 0), (800, 3, 0)],
+            [7, 100, 100, 200, 200, 300, 300],
+            id="one of each iteration",
+        ),
+        pytest.param({}, [(900, 0, 1), (100, 1, 0), (700, 2, 2), (300, 3, 0)], [7, 100, 100, 300], id="while no block moves"),
+    ],
+)
+def test_which_four_runs_are_measured(settings: dict[str, bool], runs: list[tuple[int, int, int]], expected: list[int]) -> None:
+    """runs: the peak, the iteration, and how many blocks move meanwhile. Before there is a measurement, the estimate counts.
+
+    The peak is not forgotten before a first run that does not count: Inductor tunes kernels within the memory below it.
+    Like layers share a stage: all runs that are measured would be in the first iteration otherwise.
+    """
+    memory, moves, iteration = Counter(), 0, 0
+    resets: list[int] = []
     seen: list[int] = []
-    for memory.peak_bytes in (900, 100, 300, 200, 999):
+    memory.reset_peak = lambda: resets.append(len(seen))  # type: ignore[method-assign]
+    meter = WorkspaceMeter(memory, runs=4, iteration=lambda: iteration, moves=lambda: moves, **settings)
+    base = replace(stage("x", lambda a: (a,), (0,), (1,)), output_bytes=0, workspace_bytes=7)
+    for peak_bytes, number, moved in runs:
+        memory.peak_bytes, iteration = peak_bytes, number
         with meter.watching(base):
-            pass
+            moves += moved
         seen.append(meter.workspace_bytes(base))
-    assert seen == [7, 100, 300, 300, 300], "the estimate, then the largest; after four runs none is measured"
-    assert resets == [1, 2, 3]
+    assert seen == expected and (0 in resets) != bool(settings)
 
 
 def test_a_run_that_fails_is_measured_again_in_the_same_iteration() -> None:
@@ -311,33 +319,6 @@ def test_a_run_that_fails_is_measured_again_in_the_same_iteration() -> None:
     with meter.watching(base):
         pass
     assert meter.workspace_bytes(base) == 300
-
-
-def test_the_runs_that_are_measured_are_spread_over_iterations() -> None:
-    """Like layers share a stage: all runs that are measured would be in the first iteration otherwise."""
-    memory, iteration = Counter(), 0
-    meter = WorkspaceMeter(memory, runs=4, first_is_special=True, iteration=lambda: iteration)
-    base = replace(stage("x", lambda a: (a,), (0,), (1,)), output_bytes=0)
-    seen = []
-    for peaks in ((900, 100, 500), (200, 999), (300, 999), (800, 999)):
-        for memory.peak_bytes in peaks:
-            with meter.watching(base):
-                pass
-        seen.append(meter.workspace_bytes(base))
-        iteration += 1
-    assert seen == [100, 200, 300, 300], "the first two runs, then the first of each iteration; four in all"
-
-
-def test_a_run_during_which_blocks_have_moved_measures_nothing() -> None:
-    memory, moves = Counter(), 0
-    meter = WorkspaceMeter(memory, runs=2, moves=lambda: moves)
-    base = replace(stage("x", lambda a: (a,), (0,), (1,)), output_bytes=0, workspace_bytes=7)
-    seen = []
-    for memory.peak_bytes, moved in ((900, 1), (100, 0), (700, 2), (300, 0), (999, 0)):
-        with meter.watching(base):
-            moves += moved
-        seen.append(meter.workspace_bytes(base))
-    assert seen == [7, 100, 100, 300, 300], "two runs count, of those in which nothing else has happened"
 
 
 def test_a_workspace_does_not_depend_on_who_else_holds_the_inputs() -> None:

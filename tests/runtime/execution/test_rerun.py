@@ -96,40 +96,11 @@ def test_what_was_dropped_is_recomputed(due: bool) -> None:
     assert [again.name for again in passes.recorder.again] == ["add", "triple"]
 
 
-def test_inputs_that_were_dropped_are_made_anew_first() -> None:
-    passes = passed(kept=(0, 1, 2))
-    assert passes.bench.pager.known_block(passes.saved[0]) is not None
-    passes.drop()
-    held = [block for block in passes.bench.pager.blocks if block.name == "slot2"]
-    passes.bench.pager.drop(held[0])
-    assert held[0].state is State.DROPPED, "it may be dropped as well, since its stage can run again"
-    passes.runs.clear()
-    assert passes.backward() == [28]
-    assert sorted(passes.runs) == ["add", "double", "triple"]
-
-
 def test_where_the_plan_has_it_nothing_is_kept_any_longer() -> None:
     passes = passed()
     passes.recorder.due = {passes.recorder.reached: passes.blocks()}
     assert passes.backward() == [28] and not passes.recorder.again
     passes.drop(expect=False)
-
-
-def test_nothing_lives_longer_than_what_was_saved() -> None:
-    passes = passed()
-    passes.drop()
-    passes.saved.clear()
-    passes.bench.pager.forget_dead()
-    assert [block.name for block in passes.bench.pager.blocks] == ["slot0"], "the input, which this test holds"
-
-
-def test_what_has_run_again_is_not_dropped_again() -> None:
-    passes = passed()
-    passes.drop()
-    passes.backward()
-    passes.drop(expect=False)
-    assert passes.backward() == [28], "as with retain_graph"
-    assert len(passes.recorder.again) == 2
 
 
 @pytest.mark.parametrize("why", ["its stage is not kept", "user code can see it", "hooks of saved tensors see it"])
@@ -140,15 +111,6 @@ def test_what_is_not_dropped(why: str) -> None:
     if why == "user code can see it":
         passes.bench.pager.show_to_user(passes.blocks())
     passes.drop(expect=False)
-
-
-@pytest.mark.parametrize("kept", [(0,), (2,)])
-def test_one_of_two(kept: tuple[int, ...]) -> None:
-    passes = passed(kept=kept)
-    for block in passes.blocks():
-        passes.bench.pager.drop(block)
-    assert [block.state for block in passes.blocks()].count(State.DROPPED) == 1
-    assert passes.backward() == [28]
 
 
 @pytest.mark.parametrize("how", ["version", "slot"])
@@ -196,15 +158,6 @@ def test_a_stage_that_fails_can_be_repeated() -> None:
     assert passes.backward() == [28]
 
 
-def test_under_a_budget_inputs_wait_in_a_lower_tier() -> None:
-    passes = passed(budget=5 * WIDTH)
-    passes.drop()
-    others = [passes.bench.make(f"other {number}", WIDTH // 16) for number in range(3)]
-    assert passes.backward() == [28]
-    assert passes.bench.pager.account.peak_bytes <= 5 * WIDTH
-    assert [passes.bench.value(block.name) for block in others] == [1, 1, 1]
-
-
 def test_a_stage_that_does_not_fit_again_stays_dropped() -> None:
     passes = passed()
     passes.drop()
@@ -213,15 +166,6 @@ def test_a_stage_that_does_not_fit_again_stays_dropped() -> None:
         passes.backward()
     passes.bench.pager.account.budget_bytes = None
     assert passes.backward() == [28]
-
-
-def test_everything_can_be_brought_back() -> None:
-    passes = passed()
-    passes.drop()
-    reruns = Reruns(passes.bench.pager, passes.recorder, WorkspaceMeter(None))
-    reruns.make_anew(passes.blocks())
-    passes.bench.pager.closing.bring_back()
-    assert [set(tensor.tolist()) for tensor in passes.saved] == [{4.0}, {24.0}]
 
 
 @pytest.mark.parametrize("base", ["held", "gone"])

@@ -215,15 +215,13 @@ def test_any_range_takes_no_memory_is_read_when_a_stage_needs_it_and_never_writt
     assert rig.engine.write_link.moved_bytes == rig.store.used_bytes == rig.store.capacity_bytes == 0 and rig.unchanged()
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["direct", "page cache"])
-def test_the_last_page_of_a_file(tmp_path: Path, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not direct:
-        refuse_direct_io(monkeypatch)
-    rig = InMainMemory(tmp_path, file_bytes=2 * MIB + 1)
-    tensor, block = rig.weight(MIB - 7)
-    assert slot_of(block).file.direct is direct  # type: ignore[union-attr]
+def test_a_file_is_read_by_the_page_cache_where_there_is_no_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_direct_io(monkeypatch)
+    rig = InMainMemory(tmp_path)
+    tensor, block = rig.weight(FILE_BYTES - SIZE)
+    assert not slot_of(block).file.direct  # type: ignore[union-attr]
     rig.use(block)
-    assert data_of(tensor) == rig.content(MIB - 7)
+    assert data_of(tensor) == rig.content(FILE_BYTES - SIZE)
     rig.close()
 
 
@@ -498,24 +496,6 @@ def test_what_ends_in_its_file_and_cannot_be_reached_is_saved_and_taken_over_fro
     assert rig.store.user_files._files, "readers need it"
     before = after = None
     assert not rig.store.user_files._files
-
-
-@with_either_mover
-@pytest.mark.parametrize("here", [True, False], ids=["on the device", "away"])
-def test_a_file_is_closed_though_a_spilled_block_is_left(rig: InMainMemory, here: bool) -> None:
-    """At once if its bytes are on the device; otherwise with its tensor."""
-    tensor, block = rig.weight()
-    other, gone = rig.machine.make(MIB, 7)
-    rig.leave(gone)
-    if here:
-        rig.use(block)
-    assert rig.pager.closing.leave_behind() == MIB + (0 if here else SIZE)
-    rig.close()
-    assert data_of(tensor) == rig.content() and is_open(rig.path) != here
-    del tensor, block
-    gc.collect()
-    assert not is_open(rig.path)
-    assert set(other.tolist()) == {7} and rig.path.stat().st_blocks * 512 >= 4 * MIB, "no hole is made in a file of the user"
 
 
 @with_hashes

@@ -136,19 +136,6 @@ def test_memory_that_a_block_gives_up_between_regions_is_poisoned_before_user_co
     machine.mover.close()
 
 
-@pytest.mark.parametrize("tier", ["host", "storage"])
-def test_memory_is_poisoned_before_a_copy_in(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = SimulatedMachine(0, budget_blocks=2, tiers=(tier,), debug=True)
-    with machine.device.region():
-        block = away(machine, tier)
-        monkeypatch.setattr(machine.device, "copy", lambda lane, **_: None)
-        monkeypatch.setattr(ctypes, "memmove", lambda *_: None)
-        with pytest.raises(ChecksumError, match=rf"block '{block.name}' in .* \({tier} tier\)"):
-            machine.pager.acquire([block], 0, "read")
-        assert ctypes.string_at(block.address, UNIT) == POISONED * UNIT
-    machine.mover.close()
-
-
 def test_memory_of_a_copy_in_that_failed_is_not_poisoned_once_others_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise StorageError("the drive is gone")

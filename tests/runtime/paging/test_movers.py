@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 
 from planner.errors import ChecksumError, StorageError, UnsupportedError
 from runtime.device import COMPUTE, USER
-from runtime.paging import Block, Pager, State
+from runtime.paging import Block, State
 from runtime.storage import ALIGNMENT_BYTES
 
 from ...thoroughness import every_other
@@ -21,73 +20,14 @@ from ..memory import break_io, flip_a_bit
 from ..simulated_machine import SimulatedMachine
 
 
-class Case(ABC):
+class InMainMemory:
     """A mover with one tier under a pager, in a region. debug: it compares what is recomputed too.
 
     reach: user code can read and write blocks where they wait.
     """
 
-    pager: Pager
-    tier: str
-    debug = False
     reach = True
 
-    @abstractmethod
-    def make(self) -> Block:
-        """Run a stage that makes a block of at least four pages."""
-
-    @abstractmethod
-    def read(self, block: Block) -> None:
-        """Run a stage that reads a block, and check that it finds what was written last."""
-
-    @abstractmethod
-    def write(self, block: Block) -> None:
-        """Run a stage that writes a block."""
-
-    @abstractmethod
-    def user_writes(self, block: Block) -> None: ...
-
-    @abstractmethod
-    def expect(self, block: Block, value: int) -> None:
-        """From now on, all bytes of a block should have this value."""
-
-    @abstractmethod
-    def recomputed(self, block: Block, *, wrong: bool) -> torch.UntypedStorage:
-        """Return new memory with the bytes of a block, or with others."""
-
-    @abstractmethod
-    def damage(self, block: Block) -> None:
-        """Change a bit of the slot, as a bad drive or bad memory does."""
-
-    @abstractmethod
-    def break_reads(self, monkeypatch: pytest.MonkeyPatch) -> None: ...
-
-    @abstractmethod
-    def hold_copies(self) -> None:
-        """Let no copy out end before `end_copies`, where that can be arranged."""
-
-    @abstractmethod
-    def end_copies(self) -> None: ...
-
-    def leave(self, block: Block) -> None:
-        """Send a block away, and wait until it is."""
-        self.pager.offload(block)
-        self.end_copies()
-        assert block.state is State.OFFLOADED and block.tier == self.tier
-
-    @abstractmethod
-    def forget(self, block: Block) -> int:
-        """Let a block die and its copies end. Return the bytes that are then in use in the tier."""
-
-    @abstractmethod
-    def user_code_ends(self) -> None:
-        """The device has other work to do than user code's, for the pager or for a region."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class InMainMemory(Case):
     def __init__(self, folder: Path, tier: str, *, checksums: bool = False, debug: bool = False) -> None:
         files = [folder] if tier == "storage" else []
         self.tier, self.debug = tier, debug
@@ -96,15 +36,18 @@ class InMainMemory(Case):
         self.tensors: dict[Block, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def make(self) -> Block:
+        """Run a stage that makes a block of at least four pages."""
         tensor, block = self.machine.make(4 * MIB, 7)
         self.tensors[block] = tensor, tensor.clone()
         return block
 
     def read(self, block: Block) -> None:
+        """Run a stage that reads a block, and check that it finds what was written last."""
         self.machine.use(block)
         assert torch.equal(*self.tensors[block])
 
     def write(self, block: Block) -> None:
+        """Run a stage that writes a block."""
         self.pager.acquire([block], 0, "write")
         for each in self.tensors[block]:
             each.fill_(8)
@@ -115,14 +58,17 @@ class InMainMemory(Case):
             each[MIB] = 9
 
     def expect(self, block: Block, value: int) -> None:
+        """From now on, all bytes of a block should have this value."""
         self.tensors[block][1].fill_(value)
 
     def recomputed(self, block: Block, *, wrong: bool) -> torch.UntypedStorage:
+        """Return new memory with the bytes of a block, or with others."""
         made = self.tensors[block][1].clone()
         made[5] += wrong
         return made.untyped_storage()
 
     def damage(self, block: Block) -> None:
+        """Change a bit of the slot, as a bad drive or bad memory does."""
         flip_a_bit(slot_of(block).extents[0], 3 * MIB)
 
     def break_reads(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +78,7 @@ class InMainMemory(Case):
             monkeypatch.setattr(self.machine.memory, "take_pages", refuse)
 
     def hold_copies(self) -> None:
+        """Let no copy out end before `end_copies`, where that can be arranged."""
         if isinstance(self.machine.store, Drive):
             self.machine.store.go_on.clear()
 
@@ -142,18 +89,22 @@ class InMainMemory(Case):
             self.machine.until(block, State.ON_DEVICE, State.OFFLOADED, State.UPDATING)
 
     def forget(self, block: Block) -> int:
+        """Let a block die and its copies end. Return the bytes that are then in use in the tier."""
         del self.tensors[block]
         self.machine.engine.close()
         self.pager.forget_dead()
         return self.machine.store.used_bytes
 
-    def user_code_ends(self) -> None: ...
+    def user_code_ends(self) -> None:
+        """The device has other work to do than user code's, for the pager or for a region."""
 
     def close(self) -> None:
         self.machine.close()
 
 
-class OnStreams(Case):
+class OnStreams:
+    """The same on a simulated device."""
+
     def __init__(self, tier: str, *, debug: bool = False) -> None:
         self.tier, self.debug, self.reach = tier, debug, tier == "host"
         self.machine = SimulatedMachine(0, budget_blocks=4, tiers=(tier,), debug=debug, unit=4 * ALIGNMENT_BYTES)
@@ -221,6 +172,16 @@ class OnStreams(Case):
         self.machine.mover.close()
 
 
+Case = InMainMemory | OnStreams
+
+
+def leave(case: Case, block: Block) -> None:
+    """Send a block away, and wait until it is."""
+    case.pager.offload(block)
+    case.end_copies()
+    assert block.state is State.OFFLOADED and block.tier == case.tier
+
+
 def refuse(*_: object) -> None:
     raise StorageError("the drive is gone")
 
@@ -247,7 +208,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Case]:
 
 def test_a_block_comes_back_as_it_left_and_leaves_again_without_a_copy(case: Case) -> None:
     block = case.make()
-    case.leave(block)
+    leave(case, block)
     case.read(block)
     assert block.copy_is_valid
     case.pager.offload(block)
@@ -262,7 +223,7 @@ def test_a_write_that_overtakes_the_copy_out_is_kept(case: Case) -> None:
     case.write(block)
     case.end_copies()
     assert block.state is State.ON_DEVICE and not block.copy_is_valid
-    case.leave(block)
+    leave(case, block)
     case.read(block)
 
 
@@ -278,7 +239,7 @@ def test_a_write_that_overtakes_the_copy_out_is_kept(case: Case) -> None:
 def test_what_user_code_writes_while_a_block_is_away_comes_back_and_is_no_damage(case: Case, back: str, seen: str) -> None:
     block = case.make()
     block.user_visible = seen == "before it left"
-    case.leave(block)
+    leave(case, block)
     block.user_visible = True
     case.pager.leave_region()
     if case.reach:
@@ -313,10 +274,10 @@ def test_what_is_recomputed_is_as_it_was_dropped(case: Case) -> None:
 def test_damage_is_found_again_and_again(case: Case, copies: str, visible: bool) -> None:
     block = case.make()
     block.user_visible = visible
-    case.leave(block)
+    leave(case, block)
     if copies == "used before":
         case.read(block)
-        case.leave(block)
+        leave(case, block)
     case.damage(block)
     for _ in range(2):
         with pytest.raises(ChecksumError, match=f"block '{block.name}' in ") as raised:
@@ -328,7 +289,7 @@ def test_damage_is_found_again_and_again(case: Case, copies: str, visible: bool)
 
 def test_a_copy_in_that_fails_leaves_the_block_away_and_can_be_repeated(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     block = case.make()
-    case.leave(block)
+    leave(case, block)
     with monkeypatch.context() as patch, pytest.raises(StorageError):
         case.break_reads(patch)
         case.pager.acquire([block], 0, "read")
@@ -338,7 +299,7 @@ def test_a_copy_in_that_fails_leaves_the_block_away_and_can_be_repeated(case: Ca
 
 def test_a_block_is_changed_in_its_slot(case: Case) -> None:
     block = case.make()
-    case.leave(block)
+    leave(case, block)
     case.pager.lending.lend([block])
     half = block.size_bytes // 2
     for begin in (0, half):
@@ -361,7 +322,7 @@ def test_a_block_that_dies_leaves_nothing_behind(case: Case, state: State) -> No
     if state is State.OFFLOADING:
         case.pager.offload(block)
     elif state is not State.ON_DEVICE:
-        case.leave(block)
+        leave(case, block)
     if state is State.PREFETCHING:
         case.pager.prefetch(block)
     assert case.forget(block) == 0 and block.dead

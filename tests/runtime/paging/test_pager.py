@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -74,25 +73,6 @@ def test_copies_are_exposed_while_the_training_thread_waits_and_hidden_else() ->
     assert bench.pager.account.exposed_seconds == {"out": 3.0, "in": 3.0}, "nobody waited for this one"
 
 
-def test_dead_blocks_are_room() -> None:
-    bench = Bench(4 * UNIT)
-    bench.make("kept", 2)
-    bench.make("dropped", 2)
-    bench.drop("dropped")
-    bench.make("new", 2)
-    assert "out kept" not in bench.mover.log
-
-
-def test_last_used_blocks_are_free_when_the_stage_retires() -> None:
-    bench = Bench(4 * UNIT)
-    kept, dropped = bench.make("kept", 2), bench.make("dropped", 2)
-    bench.pager.acquire([kept, dropped], 0, "last")
-    bench.drop("dropped")
-    bench.pager.retire([kept, dropped], [], last_used=[kept, dropped])
-    assert bench.pager.account.used_bytes == 2 * UNIT
-    assert kept in bench.pager.blocks
-
-
 def test_a_budget_that_one_stage_does_not_fit_in() -> None:
     bench = Bench(6 * UNIT)
     bench.pager.account.fixed_bytes = UNIT
@@ -140,52 +120,6 @@ def test_one_storage_is_one_block_until_it_is_resized_and_without_a_budget_nothi
 # -- prefetches
 
 
-def test_a_read_while_the_copy_out_is_under_way_does_not_wait_for_it() -> None:
-    bench = Bench(None)
-    block = bench.make("w", 2)
-    bench.pager.offload(block)
-    bench.pager.acquire([block], 0, "read")
-    assert block.state is State.OFFLOADING
-    bench.mover.finish()
-    assert block.state is State.ON_DEVICE and block.copy_is_valid
-    bench.pager.retire([block], [])
-    bench.pager.offload(block)
-    assert block.state is State.OFFLOADED and bench.mover.log.count("out w") == 1
-    assert bench.pager.account.evictions == 2, "also where nothing is copied"
-
-
-@pytest.mark.parametrize(
-    ("then", "state", "valid"),
-    [
-        ("nobody needs it", State.OFFLOADED, True),
-        ("a stage reads it", State.ON_DEVICE, True),
-        ("a stage writes it", State.ON_DEVICE, False),
-        ("it is asked for", State.ON_DEVICE, True),
-        ("it is dropped", State.DROPPED, False),
-    ],
-)
-def test_a_copy_out_that_the_device_makes_by_itself(then: str, state: State, valid: bool) -> None:
-    """[Note: Queued offloads]: when it has ended, its memory is taken, unless the block was needed or written meanwhile."""
-    mover = QueueingMover()
-    mover.device_copies = True
-    bench = Bench(None, mover=mover)
-    block = bench.make("w", 2)
-    block.source = "a stage"
-    bench.pager.offload(block)
-    assert block.state is State.OFFLOADING and bench.pager.account.offloading_bytes == block.size_bytes
-    if then == "it is dropped":
-        bench.pager.drop(block)
-    elif then == "it is asked for":
-        bench.pager.prefetch(block)
-    elif then != "nobody needs it":
-        bench.pager.acquire([block], 0, "stage")
-        bench.pager.retire([block], [block] if "writes" in then else [])
-    mover.device_copies = False
-    bench.pager.forget_dead()
-    assert (block.state, block.copy_is_valid) == (state, valid)
-    assert bench.pager.account.offloading_bytes == 0 and not bench.pager.account.queued_offloads
-
-
 def test_what_user_code_may_have_written_after_a_region_that_ended_with_an_error_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Block) -> None:
         raise StorageError("gone")
@@ -222,18 +156,6 @@ def test_prefetches_wait_for_room_in_order() -> None:
     assert bench.pager.account.used_bytes == 8 * UNIT == bench.pager.account.peak_bytes
 
 
-def test_a_prefetch_that_waits_for_room_begins_where_a_block_is_dropped() -> None:
-    bench = Bench(4 * UNIT)
-    waiting = evicted(bench, bench.make("waiting", 2))
-    bench.make("stays", 2)
-    dropped = bench.make("dropped", 2)
-    dropped.source = "a stage"
-    bench.pager.prefetch(waiting)
-    assert waiting.state is State.OFFLOADED
-    bench.pager.drop(dropped)
-    assert dropped.state is State.DROPPED and waiting.state is State.PREFETCHING
-
-
 def test_a_prefetch_does_not_take_the_room_of_the_running_stage() -> None:
     bench = Bench(4 * UNIT)
     block = evicted(bench, bench.make("w", 2))
@@ -243,14 +165,6 @@ def test_a_prefetch_does_not_take_the_room_of_the_running_stage() -> None:
     bench.run()
     bench.pager.prefetch(block)
     assert bench.mover.flying
-
-
-def test_a_stage_takes_over_the_prefetch_that_is_under_way() -> None:
-    bench = Bench(None)
-    block = evicted(bench, bench.make("w", 2))
-    bench.pager.prefetch(block)
-    bench.run(block)
-    assert bench.mover.log.count("in w") == 1 and "prioritize w" in bench.mover.log
 
 
 @pytest.mark.parametrize("end", ["dead", "resized"])
@@ -282,37 +196,6 @@ def test_what_a_stage_waited_for_is_late() -> None:
     ((block, seconds),) = bench.pager.take_late()
     assert block is late and seconds > 0.0 and bench.pager.account.waited_seconds > 0.0
     assert bench.pager.take_late() == []
-
-
-def test_each_late_block_landed_when_it_did() -> None:
-    ticks = itertools.count(1)
-    bench = Bench(8 * UNIT, now_seconds=lambda: float(next(ticks)))
-    first, second = (evicted(bench, bench.make(name, 2)) for name in ("first", "second"))
-    bench.pager.prefetch(first)
-    bench.pager.prefetch(second)
-    bench.run(second, first)
-    (one, two) = bench.pager.take_late()
-    assert (one[0], two[0]) == (first, second) and one[1] < two[1]
-
-
-def test_what_waited_for_room_or_for_its_own_copy_out_is_not_late() -> None:
-    bench = Bench(4 * UNIT)
-    cramped = evicted(bench, bench.make("cramped", 2))
-    leaving, other = bench.make("leaving", 2), bench.make("other", 2)
-    bench.pager.prefetch(cramped)
-    bench.pager.offload(leaving)
-    bench.pager.prefetch(leaving)
-    bench.mover.finish()
-    assert cramped.state is State.PREFETCHING
-    bench.run(cramped)
-    bench.pager.offload(other)
-    bench.mover.finish_all()
-    assert leaving.state is State.ON_DEVICE
-    bench.pager.offload(cramped)
-    bench.pager.prefetch(cramped)
-    assert cramped.state is State.PREFETCHING, "a clean block is away at once, and its room is still there"
-    bench.run(cramped)
-    assert [block for block, _ in bench.pager.take_late()] == [cramped], "this time only for its link"
 
 
 # -- death
@@ -388,20 +271,6 @@ def test_a_failed_prefetch_reaches_the_training_thread(call: str) -> None:
     assert bench.value("w") == 5
 
 
-def test_a_prefetch_that_can_not_begin_when_its_turn_comes() -> None:
-    bench = Bench(4 * UNIT)
-    block = evicted(bench, bench.make("w", 2, fill=5))
-    blocker = bench.make("blocker", 4)
-    bench.pager.prefetch(block)
-    bench.pager.offload(blocker)
-    bench.mover.refuse = StorageError("mmap failed")
-    bench.mover.finish()  # an I/O thread would do this: nothing may be raised into it
-    with pytest.raises(StorageError, match="mmap failed"):
-        bench.pager.acquire([], UNIT, "next")
-    bench.run(block)
-    assert bench.value("w") == 5
-
-
 def test_whoever_waits_hears_of_a_dead_drive() -> None:
     bench = Bench(8 * UNIT)
     block = evicted(bench, bench.make("a", 4))
@@ -412,18 +281,6 @@ def test_whoever_waits_hears_of_a_dead_drive() -> None:
     assert block.pins == 0
     with pytest.raises(StorageIOError, match="block 'a'"):
         bench.pager.closing.bring_back()
-
-
-def test_an_operator_looks_at_its_own_blocks_alone() -> None:
-    """Else each of those that go over all parameters would look at all of them."""
-    bench = Bench(8 * UNIT)
-    first, second = (evicted(bench, bench.make(name, 2, visible=True)) for name in ("first", "second"))
-    bench.pager.leave_region()
-    bench.mover.log.clear()
-    bench.pager.enter_region([first])
-    assert bench.mover.log == ["invalidate first"]
-    bench.pager.enter_region()
-    assert bench.mover.log[1:] == ["invalidate first", "invalidate second"] and second.state is State.OFFLOADED
 
 
 def test_what_a_copy_fails_to_bring_back_stops_no_other() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from runtime.paging import Block, State
 
-from ..memory_mover import UNIT, Bench, QueueingMover
+from ..memory_mover import UNIT, Bench
 
 
 class ListedPieces:
@@ -79,59 +79,6 @@ def test_after_one_each_stage_is_recorded_in_its_second_run_and_gets_its_pieces(
     assert bench.device.pieces.recordings == 2
 
 
-def test_a_stage_of_small_pieces_gets_them_once_it_had_a_retry_itself(bench: Bench) -> None:
-    bench.device.pieces.needs = [UNIT // 2]
-    stage(bench, "first", retries=1)
-    assert [stage(bench) for _ in range(4)] == [[]] * 4
-    stage(bench, retries=1)
-    assert stage(bench) == [(UNIT // 2,)]
-
-
-def test_once_a_stage_had_a_retry_those_with_as_large_pieces_get_theirs(bench: Bench) -> None:
-    stage(bench, "first", retries=1)
-    needs = {"short": UNIT // 2, "as large": UNIT // 2 + 1, "smaller": UNIT // 2 - 1}
-    for name, bench.device.pieces.needs[:] in ((name, [size]) for name, size in needs.items()):
-        stage(bench, name)
-        stage(bench, name)
-    stage(bench, "short", retries=1)
-    assert [stage(bench, name) for name in needs] == [[(UNIT // 2,)], [(UNIT // 2 + 1,)], []]
-
-
-def test_a_stage_for_which_no_block_has_to_make_way_is_left_alone_until_there_is_a_retry(bench: Bench) -> None:
-    stage(bench, retries=1)
-    bench.device.pieces.serves = True
-    for _ in range(64):
-        stage(bench)
-    assert not stage(bench)
-    stage(bench, "another", retries=1)
-    assert stage(bench) == [(4 * UNIT, UNIT)]
-    bench.device.pieces.serves = False
-    for _ in range(64):
-        assert stage(bench)
-
-
-def test_a_stage_with_larger_inputs_is_recorded_again(bench: Bench) -> None:
-    stage(bench, retries=1)
-    stage(bench)
-    stage(bench)
-    bench.device.pieces.needs = [8 * UNIT]
-    for expected in ([], [(8 * UNIT,)]):
-        bench.device.pieces.gathered.clear()
-        bench.pager.acquire([], 8 * UNIT, "stage")
-        bench.pager.retire([], [])
-        assert bench.device.pieces.gathered == expected
-
-
-def test_a_run_that_failed_tells_nothing(bench: Bench) -> None:
-    stage(bench, retries=1)
-    stage(bench)
-    bench.pager.acquire([], 4 * UNIT, "stage")
-    bench.pager.acquire_again([], 4 * UNIT, "stage")
-    bench.pager.retire([], [])
-    assert bench.device.pieces.recordings == 2
-    assert stage(bench) == [(4 * UNIT, UNIT)]
-
-
 def test_blocks_move_that_nobody_else_holds_and_no_copy_uses(bench: Bench) -> None:
     free, read, held, leaving = (bench.make(name, 2) for name in ("free", "read", "held", "leaving"))
     stage(bench, retries=1)
@@ -171,35 +118,6 @@ def test_blocks_make_way_for_a_large_one_that_comes_back(bench: Bench) -> None:
     assert not comes_back(small) and comes_back(large)
     in_a_thread = True
     assert not comes_back(large), "only who runs the region queues what the device computes"
-    in_a_thread = False
-    stage(bench, retries=1)
-    assert not comes_back(small)
-    stage(bench, retries=1)
-    assert comes_back(small), "there was a retry, perhaps for it"
-    bench.device.pieces.serves = True
-    for _ in range(64):
-        stage(bench)
-        comes_back(small)
-    assert not comes_back(small) and comes_back(large)
-
-
-def test_queued_copies_let_go_the_first_ones_first() -> None:
-    mover = QueueingMover()
-    bench = Bench(64 * UNIT, mover=mover)
-    bench.device.pieces = pieces = ListedPieces([4 * UNIT])
-    mover.device_copies = True
-    for retries in (1, 0, 0):
-        stage(bench, retries=retries)
-    first, second, third, held = (bench.make(name, 8) for name in ("first", "second", "third", "held"))
-    for block in (first, second, third, held):
-        bench.pager.offload(block)
-    assert bench.pager.account.offloading_bytes == 4 * first.size_bytes
-    pieces.short = first.size_bytes + 1
-    bench.pager.acquire([held], 4 * UNIT, "stage")
-    assert pieces.let_go == 2
-    assert [block.state for block in (first, second, third, held)] == [State.OFFLOADED] * 3 + [State.ON_DEVICE]
-    assert bench.pager.account.offloading_bytes == 0
-    bench.pager.retire([held], [])
 
 
 def test_everything_leaves_once_when_a_plan_begins_after_retries(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

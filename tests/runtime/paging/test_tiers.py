@@ -36,20 +36,6 @@ def tiers(stores: dict[WaitingTier, Slab]) -> Tiers:
     return Tiers([Tier(name=name, store=store, engine=None) for name, store in stores.items()])
 
 
-def test_the_first_tier_with_room_then_the_next(tiers: Tiers) -> None:
-    blocks = [block() for _ in range(4)]
-    assert [tiers.place(b, None).name for b in blocks[:3]] == ["host", "storage", "storage"]
-    with pytest.raises(StorageFullError):
-        tiers.place(blocks[3], None)
-    assert blocks[3].slot is None and blocks[3].tier is None
-
-
-@pytest.mark.parametrize(("wanted", "other"), [("host", "storage"), ("storage", "host")])
-def test_the_wanted_tier_unless_it_is_full(tiers: Tiers, wanted: WaitingTier, other: WaitingTier) -> None:
-    found = [tiers.place(block(), wanted).name for _ in range(3)]
-    assert found == [wanted, *(("storage", "storage") if wanted == "host" else ("storage", other))]
-
-
 def test_a_block_keeps_its_slot_or_changes_to_the_wanted_tier(tiers: Tiers, stores: dict[WaitingTier, Slab]) -> None:
     moving = block()
     tiers.place(moving, "storage")

@@ -195,32 +195,6 @@ class StoreContract:
         assert store.used_bytes == 4 * MIB
         assert case.stored(store, slots[3]) == kept.content
 
-    def test_the_smallest_hole_that_is_large_enough_is_used(self, case: StoreCase) -> None:
-        store, third = case.make(12 * MIB), 3 * ALIGNMENT_BYTES  # which any number of files here divides into whole pages
-        taken = [store.allocate(third * pages, f"block {pages}") for pages in (60, 2, 20, 2, 40, 2)]
-        store.allocate(12 * MIB - store.used_bytes, "all the rest")
-        for slot in taken[::2]:
-            store.release(slot)
-        for pages, hole in ((20, 2), (30, 4), (5, 4), (50, 0)):
-            slot = store.allocate(third * pages, "in a hole")
-            inside = zip(ranges([slot]), ranges([taken[hole]]), strict=True)
-            assert all(one[0] == of[0] and of[1] <= one[1] and one[2] <= of[2] for one, of in inside)
-
-    def test_chunks_cover_a_slot_once_and_take_the_files_in_turns(self, case: StoreCase, store: Store) -> None:
-        slot = store.allocate(5 * MIB + 3, "weights")
-        chunks = cut_slot(slot, MIB)
-        places = sorted((p.slot_offset_bytes, p.slot_offset_bytes + p.length_bytes) for p in chunks)
-        assert places[0][0] == 0 and places[-1][1] == slot.size_bytes
-        assert all(one[1] == other[0] for one, other in zip(places, places[1:], strict=False))
-        assert max(p.length_bytes for p in chunks) <= MIB
-        assert {p.extent.path for p in chunks[: case.stripes]} == {e.path for e in slot.extents}
-        memory, read = case.random(slot.size_bytes), case.memory(slot.size_bytes, False)
-        for chunk in chunks:
-            store.write_chunk(slot, chunk, memory.address)
-        for chunk in reversed(chunks):
-            store.read_chunk(slot, chunk, read.address)
-        assert content(slot, read) == content(slot, memory)
-
     def test_a_chunk_touches_nothing_but_itself(self, case: StoreCase, store: Store) -> None:
         slot = store.allocate(3 * MIB, "weights")
         before, after = case.random(slot.size_bytes), case.random(slot.size_bytes)

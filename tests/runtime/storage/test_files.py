@@ -131,30 +131,6 @@ def test_a_drive_that_fills_up_while_room_is_reserved(
     assert plain_store.limit_bytes > 0
 
 
-def test_room_that_is_there_already_counts_wherever_it_is(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    store = PosixStore(folders, budget_bytes=4 * MIB)
-    real, calls = os.posix_fallocate, []
-
-    def fail_once(descriptor: int, offset: int, length: int) -> None:
-        calls.append(length)
-        if len(calls) == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(descriptor, offset, length)
-
-    monkeypatch.setattr(os, "posix_fallocate", fail_once)
-    with pytest.raises(StorageFullError):
-        store.ensure_capacity(4 * MIB)
-    store.ensure_capacity(2 * MIB)  # all of it in the first directory
-    assert store.capacity_bytes == 2 * MIB
-    slot = store.allocate(2 * MIB, "weights")
-    memory, read = Memory(2 * MIB, random=True), Memory(2 * MIB)
-    write_slot(store, slot, memory.address)
-    read_slot(store, slot, read.address)
-    assert read.content == memory.content
-    assert store.capacity_bytes <= 4 * MIB
-    store.close()
-
-
 def test_a_limit_on_file_size_is_named(plain_store: PosixStore) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limits[1]))
@@ -182,17 +158,3 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=why):
             PosixStore(directories, budget_bytes=None)
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]  # the file in the good one was removed
-
-
-def test_a_file_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def full(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        if str(path).endswith(".spill"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(path, flags, mode, dir_fd=dir_fd)
-
-    monkeypatch.setattr(os, "open", full)
-    with pytest.raises(StorageError, match="cannot create a spill file: .*No space left.*; give a storage directory"):
-        PosixStore([tmp_path], budget_bytes=None)
-    assert not list(tmp_path.iterdir())

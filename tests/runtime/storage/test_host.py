@@ -6,9 +6,6 @@ import ctypes
 import errno
 import logging
 import os
-import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,24 +36,6 @@ def test_pages_are_taken_as_they_are_written_to_unless_asked_for_and_no_byte_mor
     assert resident_bytes(lazy) == 2 * MIB
     for store in (lazy, eager):
         store.close()
-
-
-def test_pages_come_back_zero_and_are_first_touched_on_the_processors_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = max(os.sched_getaffinity(0))
-    before = os.sched_getaffinity(0)
-    seen: list[set[int]] = []
-    real = os.posix_fallocate
-
-    def reserve(descriptor: int, offset: int, length: int) -> None:
-        seen.append(os.sched_getaffinity(0))
-        real(descriptor, offset, length)
-
-    monkeypatch.setattr(os, "posix_fallocate", reserve)
-    store = HostStore(130 * MIB, pinner=RecordingPinner(), processors=frozenset({processor}), limits=LIMITS)
-    assert seen == [{processor}] * 3
-    assert os.sched_getaffinity(0) == before
-    assert not any(ctypes.string_at(store.address, store.capacity_bytes)[:: 1 << 12])
-    store.close()
 
 
 def test_the_slab_is_pinned_whole_and_given_back_after_that() -> None:
@@ -148,34 +127,3 @@ def test_no_extent_crosses_a_border_of_pinned_chunks() -> None:
     store.release(first)
     assert len(store.allocate(store.capacity_bytes, "all of it, joined again").extents) == 3
     store.close()
-
-
-def test_other_threads_run_during_a_copy() -> None:
-    """With this long switch interval, another thread runs only if the copying thread releases the interpreter's lock."""
-    store = HostStore(64 * MIB, limits=LIMITS)
-    slot, memory = store.allocate(64 * MIB, "weights"), Memory(64 * MIB)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1.0)
-    try:
-        assert any(_wakes_up_before_the_end(lambda: write_slot(store, slot, memory.address)) for _ in range(30))
-        assert any(_wakes_up_before_the_end(lambda: read_slot(store, slot, memory.address)) for _ in range(30))
-    finally:
-        sys.setswitchinterval(interval)
-    store.close()
-
-
-def _wakes_up_before_the_end(copy: Callable[[], None]) -> bool:
-    go, awake = threading.Event(), []
-
-    def wake_up() -> None:
-        go.wait()
-        awake.append(time.perf_counter())
-
-    thread = threading.Thread(target=wake_up)
-    thread.start()
-    time.sleep(0.002)
-    go.set()
-    copy()
-    end = time.perf_counter()
-    thread.join()
-    return awake[0] < end

@@ -15,12 +15,10 @@ from typing import Any
 
 import pytest
 
-from planner.errors import ChecksumError, StorageIOError
+from planner.errors import StorageIOError
 from runtime.storage import StagedStore
-from runtime.transfer import Engine
 
-from ..memory import COPIES, Memory, flip_a_bit, read_slot, write_slot
-from ..transfer.gate import nothing
+from ..memory import COPIES, Memory, read_slot, write_slot
 from .fakes import SlowCopier, SlowCopy
 
 MIB = 1 << 20
@@ -108,35 +106,6 @@ def test_the_next_part_is_fetched_while_one_is_written(open_store: Open, drive: 
     assert [call[0] for call in drive.calls] == ["out", "out", "write", "out", "write", "out", "write", "write"]
 
 
-def test_the_next_part_is_read_while_one_goes_to_the_device(open_store: Open, drive: Drive) -> None:
-    class Held(SlowCopy):
-        """Ends when somebody waits for it, and records the wait."""
-
-        def run(self) -> None:
-            arrived.wait(10)
-            super().run()
-
-        def wait(self) -> None:
-            if self.is_alive():
-                drive.calls.append(("wait", 0, 0))
-            arrived.set()
-            super().wait()
-
-    class Copier(Log):
-        def _begin(self, direction: str, target_address: int, source_address: int, size_bytes: int) -> SlowCopy:
-            drive.calls.append((direction, 0, size_bytes))
-            return Held(target_address, source_address, size_bytes, 0)
-
-    arrived = threading.Event()
-    store = open_store(Copier(drive))
-    slot = store.allocate(3 * BUFFER, "weights")
-    memory = Memory(slot.size_bytes)
-    drive.calls.clear()
-    read_slot(store, slot, memory.address)
-    # The store waits for the first copy only when it needs the buffer again.
-    assert [call[0] for call in drive.calls][:6] == ["read", "in", "read", "in", "wait", "read"]
-
-
 def test_each_thread_has_two_buffers_and_later_calls_use_them_again(open_store: Open) -> None:
     copier = SlowCopier()
     store = open_store(copier)
@@ -185,25 +154,3 @@ def test_an_error_of_the_drive_ends_the_call_after_all_its_copies(
     back = Memory(slot.size_bytes)
     read_slot(store, slot, back.address)
     assert back.content == content
-
-
-def test_an_engine_finds_damage_of_what_went_through_the_buffers(open_store: Open) -> None:
-    copier = SlowCopier()
-    store = open_store(copier, checksums=True)
-    engine = Engine(store, threads=2, chunk_bytes=MIB)
-    memories = [Memory(3 * MIB, random=True) for _ in range(6)]
-    expected = [memory.content for memory in memories]
-    slots = [store.allocate(3 * MIB, f"block {number}") for number in range(6)]
-    for submit in (engine.write, engine.read):
-        for transfer in [submit(slot, memory.address, nothing) for slot, memory in zip(slots, memories, strict=True)]:
-            transfer.wait()
-        if submit == engine.write:
-            for memory in memories:
-                memory.fill()
-    assert [memory.content for memory in memories] == expected
-    assert len(copier.buffers) <= 4, "two threads at a time"
-    (extent,) = slots[5].extents
-    flip_a_bit(extent, 2 * MIB + 5)
-    with pytest.raises(ChecksumError, match=f"block 'block 5' .* from offset {extent.offset_bytes + 2 * MIB} on"):
-        engine.read(slots[5], memories[5].address, nothing).wait()
-    engine.close()

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import os
 import pickle
-import random
 import re
 import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from planner.errors import ChecksumError, StorageError, StorageFullError, StorageIOError, UnsupportedError
-from runtime.storage import PageSums, PosixStore, Slot
+from runtime.storage import PosixStore, Slot
 from runtime.transfer import Engine, TorchMemory
 
 from ..memory import Memory, break_io, flip_a_bit, read_slot, write_slot
@@ -34,47 +30,6 @@ def engine(store: PosixStore) -> Iterator[Engine]:
     engine = Engine(store, threads=3, chunk_bytes=64 << 10)
     yield engine
     engine.close()
-
-
-def test_links_are_measured_while_the_device_works(store: PosixStore) -> None:
-    working: list[bool] = []
-
-    @contextlib.contextmanager
-    def load() -> Iterator[None]:
-        working.append(True)
-        yield
-        working.append(False)
-
-    class Watched(PosixStore):
-        def write_chunk(self, *arguments: Any) -> None:
-            assert working[-1:] == ([] if verifying else [True])
-            super().write_chunk(*arguments)
-
-    store.__class__ = Watched
-    memory = TorchMemory(torch.device("cpu"), load=load)
-    assert memory.on_host and not TorchMemory(torch.device("cuda")).on_host
-    engine = Engine(store, memory=memory)
-    verifying = True
-    engine.verify(MIB)
-    verifying = False
-    engine.measure(MIB)
-    assert working == [True, False]
-    engine.close()
-
-
-def test_both_directions_move_at_once(store: PosixStore, engine: Engine) -> None:
-    slots = [store.allocate(MIB, name) for name in ("out", "in")]
-    memory = Memory(2 * MIB)
-    write_slot(store, slots[1], memory.address)
-    arrived = threading.Event()
-    out = engine.write(slots[0], memory.address, lambda t: wait_for(arrived))
-    engine.read(slots[1], memory.address + MIB, lambda t: arrived.set())
-    out.wait(30)
-
-
-def wait_for(event: threading.Event) -> None:
-    if not event.wait(30):
-        raise TimeoutError("the other direction does not move")
 
 
 def test_measuring(store: PosixStore, engine: Engine) -> None:
@@ -158,23 +113,6 @@ raise ValueError("in the middle")
     status, printed, errors = forking.run(code, tmp_path)
     assert status == 1 and errors.count("Error") == errors.count("ValueError: in the middle") == 1, errors
     assert printed == "True False\n" and list(tmp_path.iterdir()) == []
-
-
-def test_copies_wait_until_their_memory_is_ready(store: PosixStore, engine: Engine) -> None:
-    slot = store.allocate(MIB, "weights")
-    memory = Memory(2 * MIB)
-    content = random.Random(0).randbytes(MIB)
-    computed = threading.Event()
-
-    def compute() -> None:
-        ctypes.memmove(memory.address, content, MIB)
-        computed.set()
-
-    out = engine.write(slot, memory.address, nothing, lambda: wait_for(computed))
-    threading.Timer(0.1, compute).start()
-    out.wait(30)
-    engine.read(slot, memory.address + MIB, nothing, computed.wait).wait(30)
-    assert memory.content[MIB:] == content
 
 
 def test_verifying_finds_bytes_that_differ(store: PosixStore, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,20 +207,6 @@ def test_a_failed_write_leaves_no_valid_sum(
     monkeypatch.undo()
     with pytest.raises(ChecksumError):
         summing.read(written, buffer.address, nothing).wait(30)
-
-
-def test_measuring_counts_the_checksums_in(summing: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    summed: list[int] = []
-    for name in ("note", "compare"):
-        real = getattr(PageSums, name)
-
-        def spy(self: PageSums, offset: int, address: int, length: int, real: Any = real) -> object:
-            summed.append(length)
-            return real(self, offset, address, length)
-
-        monkeypatch.setattr(PageSums, name, spy)
-    summing.measure(8 * MIB)
-    assert sum(summed) >= 2 * 8 * MIB
 
 
 def test_memory_of_a_device_is_refused(store: PosixStore) -> None:

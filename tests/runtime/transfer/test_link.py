@@ -45,18 +45,6 @@ def make_link(gate: Gate) -> Iterator[MakeLink]:
 # -- order
 
 
-def test_all_threads_work_on_the_first_block_and_then_go_on_to_the_next(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link(threads=3)
-    first = link.submit(slot("first", 4 * CHUNK, extents=2), 0, nothing)  # two chunks
-    second = link.submit(slot("second", 3 * CHUNK), 0, nothing)
-    assert sorted(gate.wait_until_begun(3)) == ["first", "first", "second"]
-    gate.let()
-    second.wait(30)
-    first.wait(30)
-    assert gate.begun.count("second") == 3
-    assert first.done and second.done
-
-
 def test_what_is_promoted_goes_first_on_the_drives_where_it_has_not_begun(make_link: MakeLink, gate: Gate) -> None:
     link = make_link(drives=2)
     transfers = {name: link.submit(striped(name), 0, nothing) for name in "abcd"}
@@ -89,19 +77,6 @@ def test_a_blocked_drive_does_not_hold_up_the_other(make_link: MakeLink, gate: G
         transfer.wait(30)
 
 
-def test_a_transfer_ends_when_its_chunks_on_all_drives_have(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link(drives=2)
-    ended: list[str] = []
-    both = link.submit(striped("both", 6), 0, lambda t: ended.append(t.slot.name))
-    last = link.submit(slot("last", drives=(0,)), 0, lambda t: ended.append(t.slot.name))
-    gate.let_on(0)
-    last.wait(30)  # behind all chunks of the first on this drive
-    assert ended == ["last"] and not both.done and link.moved_bytes == 4 * CHUNK
-    gate.let_on(1)
-    both.wait(30)
-    assert ended == ["last", "both"] and link.moved_bytes == 7 * CHUNK
-
-
 @pytest.mark.parametrize(("drives", "threads", "expected"), [(3, 4, 12), (5, 4, 15), (20, 4, 20)])
 def test_threads_are_bounded(make_link: MakeLink, drives: int, threads: int, expected: int) -> None:
     before = threading.active_count()
@@ -111,53 +86,7 @@ def test_threads_are_bounded(make_link: MakeLink, drives: int, threads: int, exp
     assert threading.active_count() == before
 
 
-def test_counters(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link(threads=2)
-    assert (link.moved_bytes, link.busy_seconds) == (0, 0.0)
-    transfers = [link.submit(slot(name, 3 * CHUNK), 0, nothing) for name in "ab"]
-    gate.wait_until_begun(2)
-    threading.Event().wait(0.02)
-    assert link.busy_seconds >= 0.02 and link.moved_bytes == 0
-    gate.let()
-    for transfer in transfers:
-        transfer.wait(30)
-    assert link.moved_bytes == 6 * CHUNK
-    assert link.busy_seconds == link.busy_seconds > 0.02
-
-
 # -- errors
-
-
-def test_an_error_reaches_the_callback_and_whoever_waits(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link()
-    gate.errors["bad"] = BROKEN
-    told: list[tuple[bool, object]] = []
-    bad = link.submit(slot("bad", 5 * CHUNK), 0, lambda t: told.append((t.done, t.error)))
-    good = link.submit(slot("good"), 0, nothing)
-    gate.let()
-    good.wait(30)  # the link still works
-    for _ in range(2):
-        with pytest.raises(StorageIOError) as raised:
-            bad.wait(30)
-        assert raised.value is BROKEN
-    assert told == [(True, BROKEN)]
-    assert link.moved_bytes == CHUNK
-
-
-def test_after_an_error_on_one_drive_the_others_leave_the_rest_out(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link(drives=2)
-    before = link.submit(slot("before", drives=(0,)), 0, nothing)
-    gate.errors["bad"] = BROKEN
-    bad = link.submit(striped("bad", 8), 0, nothing)
-    after = link.submit(slot("after", drives=(0,)), 0, nothing)
-    gate.wait_until_begun(2)
-    gate.let_on(1)
-    with pytest.raises(StorageIOError):
-        bad.wait(30)  # although it has not begun on drive 0
-    gate.let()
-    after.wait(30)
-    before.wait(30)
-    assert gate.begun_on(0) == ["before", "after"] and gate.begun_on(1) == ["bad"]
 
 
 def test_an_error_where_chunks_move_on_the_other_drive_too(make_link: MakeLink, gate: Gate) -> None:
@@ -217,24 +146,6 @@ def test_waiting_can_time_out(make_link: MakeLink, gate: Gate) -> None:
 
 
 # -- closing, and drives that do not answer
-
-
-def test_closing_lets_everything_end_that_was_submitted(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link(threads=2)
-    ended: list[str] = []
-    for name in "abcdef":
-        link.submit(slot(name), 0, lambda t: ended.append(t.slot.name))
-    gate.wait_until_begun(2)
-    closer = threading.Thread(target=link.close)
-    closer.start()
-    closer.join(0.05)
-    assert closer.is_alive() and ended == []
-    gate.let()
-    closer.join(30)
-    assert sorted(ended) == list("abcdef")
-    link.close()
-    with pytest.raises(StorageError, match="is closed: block 'g' cannot move"):
-        link.submit(slot("g"), 0, nothing)
 
 
 def test_at_the_end_of_the_process_what_has_not_begun_is_dropped(make_link: MakeLink, gate: Gate) -> None:

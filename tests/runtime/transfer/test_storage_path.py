@@ -115,16 +115,6 @@ def test_the_page_cache_is_the_last_resort(
     close(path)
 
 
-def test_direct_io_that_is_refused_cannot_be_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_direct_io(monkeypatch)
-    with pytest.raises(UnsupportedError) as raised:
-        choose_path(cpu_candidates([tmp_path], budget_bytes=None), open_engine=QuickEngine, forced="posix")
-    assert str(raised.value) == (
-        f"storage_path 'posix' does not work here: not all file systems have direct I/O (storage: {tmp_path}); give storage "
-        "on others; give 'auto', which takes what works of 'buffered'"
-    )
-
-
 def test_a_way_of_another_device_cannot_be_forced(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"'kvikio' does not work here: there is no such path .*; give 'auto'"):
         choose_path(cpu_candidates([tmp_path], budget_bytes=None), open_engine=QuickEngine, forced="kvikio")
@@ -185,13 +175,6 @@ def test_too_little_room_is_no_reason_to_look_elsewhere(tmp_path: Path) -> None:
     for forced in (None, "posix"):
         with pytest.raises(StorageFullError, match="storage_budget"):
             choose_path(candidates, open_engine=Engine, forced=forced)
-
-
-def test_an_error_later_on_closes_what_was_opened(make_candidate: MakeCandidate) -> None:
-    known = KnownRates(good=rates(1e9, 1e9))
-    candidates = [make_candidate("good"), make_candidate("full", error=StorageFullError("the budget is used up"))]
-    with pytest.raises(StorageFullError):
-        choose_path(candidates, open_engine=known.open_engine)
 
 
 def test_opening_what_is_known_measures_nothing(make_candidate: MakeCandidate, caplog: pytest.LogCaptureFixture) -> None:
