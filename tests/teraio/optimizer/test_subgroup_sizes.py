@@ -13,32 +13,23 @@ import torch
 from torch.optim import Optimizer
 
 import planner
-import teraio
 from planner import Hardware, stations_of_step, subgroup_bytes
 from planner.subgroup_size import UNMEASURED_BYTES
-from runtime.device import CpuDevice, Device, WallMark
+from runtime.device import Device
 from runtime.paging import Pager
 from teraio import training_run
-from teraio.machine import Shared
 from teraio.optimizer import OptimizerFacts
 from teraio.optimizer.subgroups import MIN_SUBGROUP_BYTES, SubgroupSizes, subgroup_seconds
-from teraio.options import parse_options
-from teraio.training_run import RunParts, TrainingRun
 
 from .. import virtual
 from ..parity.harness import MIB, check_exact, reference, share_of_peak, train
 from ..parity.optimizers import small
-from .managed_training import Start
 from .plain_training import (
-    MASTER_OPTIMIZERS,
     OPTIMIZERS,
-    SIZE,
     Make,
     everything,
-    half_parameters,
     same,
     set_gradients,
-    set_most_gradients,
     square_parameters,
 )
 
@@ -95,37 +86,6 @@ def test_the_size_is_chosen_once_from_what_is_measured() -> None:
     assert measure.count == 1
 
 
-def test_what_other_optimizers_update_counts_whichever_steps_first(started: Start) -> None:
-    chosen: list[int] = []
-
-    class Sizes(SubgroupSizes):
-        def choose(self, *args: Any, others_bytes: int = 0) -> int:
-            chosen.append(others_bytes)
-            return super().choose(*args, others_bytes=others_bytes)
-
-    training = started(6, budget_bytes=100 * SIZE, sizes=Sizes())
-    optimizers = [torch.optim.AdamW(training.parameters[:2]), torch.optim.SGD(training.parameters[2:])]
-    set_gradients(training.parameters, 0)
-    for parameter in training.parameters:
-        training.pager.block_of(parameter.grad, name="gradient", kind="gradient", user_visible=True)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert chosen == [4 * 4 * SIZE, 2 * 2 * SIZE], "four parameters as by AdamW, then two as by SGD"
-    machine = hardware({"host": 1e10})
-    alone, together = (
-        SubgroupSizes(lambda: machine, measure=Measured(1e-3)).choose(adam(), SIZES, 4 * GIB, pager(), others_bytes=others)
-        for others in (0, 3 * sum(SIZES))
-    )
-    assert alone < together == best(machine, "host", 1e-3, 4 * GIB, total=4 * sum(SIZES))
-
-
-@pytest.mark.parametrize(("host_bytes", "tier"), [(4 * GIB, "host"), (4 * GIB - 1, "storage")])
-def test_the_links_are_those_of_the_tier_that_holds_the_states(host_bytes: int, tier: str) -> None:
-    machine = hardware({"host": 2e10, "storage": 1e9}, host_bytes)
-    sizes = SubgroupSizes(lambda: machine, measure=Measured(1e-3))
-    assert sizes.choose(adam(), SIZES, 4 * GIB, pager()) == best(machine, tier, 1e-3, 4 * GIB)
-
-
 def test_where_nothing_is_measured() -> None:
     measure = Measured(1e-3)
     assert SubgroupSizes(measure=measure).choose(adam(), SIZES, 16 * MIB, pager()) == MIN_SUBGROUP_BYTES
@@ -138,11 +98,6 @@ def test_where_nothing_is_measured() -> None:
         sizes = SubgroupSizes(lambda: hardware({"host": 1e10}), measure=measure)
         assert sizes.choose(adam(), few, GIB, pager()) == MIN_SUBGROUP_BYTES and sizes.used_bytes is None
     assert measure.count == 0
-
-
-def test_a_given_size_is_used_as_it_is() -> None:
-    sizes = SubgroupSizes(lambda: hardware({"host": 1e10}), given_bytes=12345, measure=(measure := Measured(1e-3)))
-    assert sizes.choose(adam(), SIZES, 16 * MIB, pager()) == 12345 == sizes.used_bytes and measure.count == 0
 
 
 # -- how the fixed cost of a subgroup is measured
@@ -166,47 +121,6 @@ def test_measuring_an_update_changes_nothing(make: Make, steps: int) -> None:
                 assert str(contents(optimizer)) == str(before)
             optimizer.step()
     assert same(everything(optimizers[0]), everything(optimizers[1]))
-
-
-@pytest.mark.parametrize(("name", "steps"), [("AdamW", 2), ("AdamW fused amsgrad", 0), ("SGD", 2), ("Adafactor", 2)])
-def test_updates_over_masters_are_measured(name: str, steps: int) -> None:
-    parameters = half_parameters(torch.bfloat16)
-    optimizer = MASTER_OPTIMIZERS[name](parameters)
-    teraio.manage_optimizer(optimizer, master_weights=True)
-    for step in range(steps):
-        set_most_gradients(parameters, step)
-        optimizer.step()
-    before = everything(optimizer)
-    optimizer.found_inf, optimizer.grad_scale = torch.ones(1), torch.ones(1)  # as a GradScaler leaves them for a step
-    assert 0 < subgroup_seconds(OptimizerFacts.of(optimizer), pager()) < 1
-    assert same(everything(optimizer), before) and optimizer.found_inf == optimizer.grad_scale == 1
-
-
-class Queue(CpuDevice):
-    """A device whose clock goes on by as many seconds for each mark as it has been given; it notes who waited for it."""
-
-    asynchronous = True
-
-    def __init__(self, seconds: list[float]) -> None:
-        self._seconds = seconds
-        self._now = 0.0
-        self.waited = 0
-
-    def mark(self) -> WallMark:
-        self._now += self._seconds.pop(0)
-        queue = self
-
-        class Waiting(WallMark):
-            def wait(self) -> None:
-                queue.waited += 1
-
-        return Waiting(self._now)
-
-
-def test_the_device_tells_how_long_an_update_takes() -> None:
-    """Once it has done all that it was asked for before."""
-    device = Queue([100.0, 50.0, 9.0, 8.0, 3.0, 5.0, 7.0, 6.0, 4.0, 9.0, 9.0])
-    assert subgroup_seconds(adam(), pager(device)) == 3.0 and device.waited == 1
 
 
 # -- in training
@@ -241,13 +155,3 @@ def test_a_plan_brings_the_size_that_it_was_made_for(tmp_path: Path, larger_subg
         assert (len(planner.Trace.load(tmp_path / "again.json").subgroups) == count) == (given is not None)
         for result in (found, again):
             check_exact(result, reference(case))
-
-
-def test_a_damaged_plan_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
-    path, storage = tmp_path / "plan.json", tmp_path / "storage"
-    path.write_text("{}")
-    storage.mkdir()
-    options = parse_options({"plan": path, "memory_budget": 64 * MIB, "storage": storage})
-    with pytest.raises(planner.PlanError, match="plan.json"):
-        TrainingRun(options, torch.device("cpu"), RunParts(), Shared())
-    assert not list(storage.iterdir())
