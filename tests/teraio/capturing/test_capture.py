@@ -20,7 +20,7 @@ import planner
 import teraio
 from runtime.execution import Program
 from teraio.capturing import GpuModel, MachineDescription, capture, known_machines, pretended_gpu
-from teraio.stages import Kernel, StageCompiler, operator_kernel
+from teraio.stages import Kernel, StageCompiler
 
 from ..conftest import RunCommand
 from ..optimizer.test_own_optimizers import Mixed
@@ -31,7 +31,6 @@ from . import trainings
 from .trainings import loss_of, tokens, training, transformer, two_layers
 
 MIB = 1 << 20
-ONE_BYTE = Kernel(flops=0.0, dtype=torch.float32, touched_bytes=1)
 
 
 def shape(trace: planner.Trace) -> tuple[object, ...]:
@@ -110,22 +109,6 @@ def test_a_capture_has_the_stages_blocks_and_groups_of_a_real_run(tmp_path: Path
     assert captured.recompute and captured.subgroups
 
 
-@pytest.mark.parametrize("codegen", ["inductor", "eager"])
-def test_workspaces_are_those_that_a_run_of_the_same_codegen_estimates(codegen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    estimated: dict[str, int] = {}
-    compile_graph = StageCompiler.compile
-
-    def noting(self: StageCompiler, *given: Any, **named: Any) -> Program:
-        program = compile_graph(self, *given, **named)
-        estimated.update({stage.name: stage.workspace_bytes for stage in program.stages})
-        return program
-
-    monkeypatch.setattr(StageCompiler, "compile", noting)
-    captured = capture(lambda: training({"codegen": codegen}))
-    found = {stage.name: stage.workspace_bytes for stage in captured.stages if stage.phase in ("forward", "backward")}
-    assert found == estimated and any(found.values())
-
-
 def test_a_model_on_the_meta_device_is_captured_like_its_training(seen: dict[str, set[str]]) -> None:
     """On a machine without a GPU; on one with a GPU, it is captured there, in longer stages. Training goes on as before."""
     with torch.device("meta"):
@@ -193,28 +176,19 @@ def test_gradients_of_several_passes_add_up_where_they_are_made() -> None:
     assert 0 < adding == pytest.approx(thrice.ideal_seconds - once.ideal_seconds - 2 * passes)
 
 
-def test_code_that_only_asks_costs_nothing_and_adamw_its_bytes() -> None:
-    machine = MachineDescription.load("h100").model_copy(update={"launch_seconds": 0.0, "operator_seconds": 0.0})
-    byte = machine.costs(ONE_BYTE)[1]
-    seconds = {"user": 0.0, "optimizer": 0.0}
-    for stage in capture(trainings.only_asks, hardware=machine).stages:
-        if stage.phase in seconds:
-            seconds[stage.phase] += stage.duration_seconds
-    assert seconds["user"] == pytest.approx(4 * byte), "the gradient of the loss, one number"
-    assert seconds["optimizer"] == pytest.approx(28 * (1 << 20) * byte, rel=1e-3)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo, of inputs
-@pytest.mark.parametrize("checkpointed", ["nothing", "inside", "outside", "eager"])
-def test_work_is_that_of_the_model_whatever_runs_again(checkpointed: str) -> None:
-    """A forward pass, and twice that backward, without the gradient of the first input."""
-    trace = capture(functools.partial(trainings.mixers, checkpointed), hardware="h100", tokens=1024)
-    layer = 2 * 1024 * 256 * (768 + 1024 + 1024) + 4 * 1024 * 256 * 256
-    assert trace.work is not None and (trace.work.tokens, trace.work.samples) == (1024, None)
-    assert trace.work.flops == pytest.approx(3 * 3 * layer - 2 * 1024 * 256 * 768)
+def test_work_is_that_of_the_model_whatever_runs_again() -> None:
+    """A forward pass, and twice that backward: products of a layer, and its attention over half of the places on average."""
+    plain, *others = (
+        capture(functools.partial(trainings.on_gpu_as, what), hardware="h100", tokens=512)
+        for what in ("constants", "checkpointed", "outside")
+    )
+    assert plain.work is not None and (plain.work.tokens, plain.work.samples) == (512, None)
+    products = 3 * 2 * 512 * 12 * 512**2
+    assert products < plain.work.flops < 1.2 * products
+    assert [again.work and again.work.flops for again in others] == pytest.approx([plain.work.flops] * 2)
     peak = MachineDescription.load("h100").flops_per_second["bfloat16"]
-    assert trace.work.peak_flops_per_second == pytest.approx(peak)
-    assert planner.Trace.build(**{**dict(trace), "work": None}).fingerprint == trace.fingerprint
+    assert plain.work.peak_flops_per_second == pytest.approx(peak)
+    assert planner.Trace.build(**{**dict(plain), "work": None}).fingerprint == plain.fingerprint
 
 
 def test_sizes_and_times_are_functions_of_the_length() -> None:
@@ -251,13 +225,6 @@ def test_the_floor_is_known_with_updates_in_slices() -> None:
     assert planner.floor(trace, in_slices=True)[0] == pytest.approx(2 * size + size // 4, abs=1024)
 
 
-def test_a_count_of_nothing_is_refused() -> None:
-    with pytest.raises(teraio.OptionsError, match="found device_bytes=0, wanted a budget: 1 or more"):
-        capture(training, device_bytes=0)
-    with pytest.raises(teraio.OptionsError, match="found samples=0, wanted how many a step processes"):
-        capture(training, samples=0)
-
-
 def product(rows: int, columns: int, depth: int) -> Kernel:
     touched = 2 * (rows * depth + depth * columns + rows * columns)
     return Kernel(2.0 * rows * columns * depth, torch.bfloat16, touched, "product", (1, rows, columns))
@@ -267,52 +234,14 @@ def fused(megabytes: float) -> Kernel:
     return Kernel(0.0, torch.bfloat16, int(megabytes * 1e6), "fused")
 
 
-def layer(tokens: int, width: int, narrow: int, hidden: int, attention: float) -> tuple[list[Kernel], list[Kernel]]:
-    """The kernels of a Llama's layer, forward and backward. attention: operations of its forward pass, causal."""
+def layer(tokens: int, width: int, narrow: int, hidden: int, attention: float) -> list[Kernel]:
+    """The kernels of the forward pass of a Llama's layer. attention: its operations, causal."""
     shapes = [(width, width)] * 2 + [(width, narrow)] * 2 + [(width, hidden)] * 2 + [(hidden, width)]
     state, inner, kept = tokens * width * 2e-6, tokens * hidden * 2e-6, tokens * narrow * 2e-6
     forward = [product(tokens, wide, deep) for deep, wide in shapes]
     forward += [fused(size) for size in (2 * state, 2 * kept, 4 * state, 4 * state, 2 * state, 3 * inner)]
     forward.append(Kernel(attention, torch.bfloat16, int(2.5e6 * state), "attention"))
-    backward = [product(tokens, deep, wide) for deep, wide in shapes] + [product(wide, deep, tokens) for deep, wide in shapes]
-    backward += [fused(size) for size in (5 * inner, 5 * state, 6 * state, 2.5 * state, 7 * kept)]
-    backward.append(Kernel(2.5 * attention, torch.bfloat16, int(5e6 * state), "attention backward"))
-    return forward, backward
-
-
-@pytest.mark.parametrize(
-    ("kernels", "published", "of_gradients"),
-    [
-        (layer(8192, 4096, 1024, 14336, 77.3e9), (17.05e-3, 35.75e-3), 0),  # Llama-3-8B, 8 x 1,024 tokens
-        (layer(2048, 2048, 512, 7168, 5.37e9), (1.239e-3, 2.747e-3), 6 * 54_525_952),  # 4 x 512 tokens; gradients become fp32
-    ],
-)
-def test_layers_take_the_published_time(
-    kernels: tuple[list[Kernel], list[Kernel]], published: tuple[float, float], of_gradients: int
-) -> None:
-    """By shadowspill, on an RTX 5090, profiled task by task. The machine was set by the first row."""
-    machine = MachineDescription.load("rtx5090")
-    converting = of_gradients * machine.costs(ONE_BYTE)[1]
-    forward, backward = (machine.stage_seconds(each) for each in kernels)
-    assert (forward, backward + converting) == (pytest.approx(published[0], rel=0.03), pytest.approx(published[1], rel=0.03))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_computes_whole_tiles(causal: bool) -> None:
-    """257 rows, as of a vision transformer with patches of 14, take as long as 384; the model's operations do not grow."""
-    machine = MachineDescription.load("rtx4090")
-
-    def attention(rows: int) -> Kernel:
-        heads = torch.empty(8, 16, rows, 64, dtype=torch.bfloat16, device="meta")
-        operator = torch.ops.aten._scaled_dot_product_flash_attention.default
-        arguments = {"query": heads, "key": heads, "value": heads, "dropout_p": 0.0, "is_causal": causal}
-        kernel = operator_kernel(operator, arguments, operator(*arguments.values()))
-        assert kernel is not None
-        return kernel
-
-    short, long = attention(257), attention(384)
-    assert machine.costs(short)[0] == pytest.approx(machine.costs(long)[0])
-    assert short.model_flops == pytest.approx(long.model_flops * (257 / 384) ** 2)
+    return forward
 
 
 @pytest.mark.parametrize(
@@ -322,9 +251,7 @@ def test_attention_computes_whole_tiles(causal: bool) -> None:
         ("llama-3.2-1b-h100", layer(8192, 2048, 512, 8192, 73.0e9), 2),  # some stages are disturbed: the shortest count
     ],
 )
-def test_forward_layers_take_the_time_that_an_h100_was_measured_with(
-    trace: str, kernels: tuple[list[Kernel], list[Kernel]], layers: int
-) -> None:
+def test_forward_layers_take_the_time_that_an_h100_was_measured_with(trace: str, kernels: list[Kernel], layers: int) -> None:
     """layers: after so many, the stages are alike again."""
     measured = planner.Trace.load(TRACES / "measured" / f"{trace}.json.gz")
     shortest: dict[str, list[float]] = {}
@@ -332,7 +259,7 @@ def test_forward_layers_take_the_time_that_an_h100_was_measured_with(
         if stage.phase == "forward" and "layers." in stage.name:
             shortest.setdefault(re.sub(r"layers\.\d+", "layers", stage.name), []).append(stage.duration_seconds)
     seconds = sum(min(times) for times in shortest.values() if len(times) > 1)
-    assert MachineDescription.load("h100").stage_seconds(kernels[0]) == pytest.approx(seconds / layers, rel=0.06)
+    assert MachineDescription.load("h100").stage_seconds(kernels) == pytest.approx(seconds / layers, rel=0.06)
 
 
 def test_all_known_machines_are_whole(tmp_path: Path) -> None:
@@ -356,11 +283,8 @@ def test_all_known_machines_are_whole(tmp_path: Path) -> None:
         (trainings.reads_the_loss, {}, teraio.UnsupportedError, "depends on the values of tensors"),
         (trainings.compiles_nothing, {}, teraio.UnsupportedError, 'no trace yet: nothing was compiled with backend="teraio"'),
         (nn.Linear(2, 2), {}, teraio.OptionsError, "a model was given without inputs"),
-        (training, {"inputs": ()}, teraio.OptionsError, "inputs belong to a model"),
         (nn.Linear(2, 2), {"inputs": (torch.zeros(2, 2),)}, teraio.OptionsError, "neither a loss nor something with a loss"),
         (training, {"hardware": "abacus"}, teraio.OptionsError, "wanted one of a100, h100"),
-        (training, {"name": "x" * 5000}, teraio.OptionsError, "a name of 5,000 characters; at most 4,096"),
-        (lambda: "step", {}, teraio.OptionsError, "the function returns str, wanted a function that does one step"),
     ],
 )
 def test_what_a_capture_refuses(what: Any, given: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -375,16 +299,9 @@ def test_the_command_writes_a_trace_that_can_be_planned(run: RunCommand, tmp_pat
     assert told["name"] == trace.name == "training" and moves_of_a_plan(trace)
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("nonsense", "wanted MODULE:FUNCTION"),
-        ("no_such_module:training", "No module named"),
-        ("tests.teraio.capturing.trainings:no_such", "has no function 'no_such'"),
-    ],
-)
-def test_a_wrong_target(target: str, message: str, run: RunCommand, tmp_path: Path) -> None:
-    assert message in run("capture", target, "-o", tmp_path / "trace.json").err
+def test_a_wrong_target(run: RunCommand, tmp_path: Path) -> None:
+    for target, message in (("nonsense", "wanted MODULE:FUNCTION"), ("no_such_module:training", "No module named")):
+        assert message in run("capture", target, "-o", tmp_path / "trace.json").err
 
 
 # -- steps on "cuda", on machines without a GPU
@@ -404,15 +321,6 @@ def test_a_script_that_chooses_its_device_gets_a_gpu(autocast: bool, kernel: str
         "devices": {"cuda:0"},
     }
     assert trace.subgroups and trace.recompute and moves_of_a_plan(trace)
-
-
-@without_gpu
-def test_a_constructor_may_read_values_that_depend_on_no_parameter(run: RunCommand, tmp_path: Path) -> None:
-    target = "tests.teraio.capturing.trainings:reads_values"
-    told = run("capture", target, "-o", tmp_path / "trace.json").out
-    assert re.search(r"^next +teraio advise .*trace\.json --device 80GB$", told, re.MULTILINE)
-    kinds = [block.kind for block in planner.Trace.load(tmp_path / "trace.json").blocks]
-    assert kinds.count("parameter") == 8
 
 
 @without_gpu
@@ -441,14 +349,11 @@ def attention(
 @pytest.mark.parametrize(
     ("gpu", "given", "kernel"),
     [
-        (ADA, {}, "Flash"),
         (ADA, {"key_heads": 2}, "Flash"),
         (ADA, {"mask": True}, "Efficient"),
-        (ADA, {"dtype": torch.float32}, "Efficient"),
         (ADA, {"width": 320}, "Efficient"),
         (TURING, {"dtype": torch.float16}, "Efficient"),
         (ADA, {"dtype": torch.float32, "key_heads": 2}, ""),
-        (ADA, {"dtype": torch.float64}, ""),
         (TURING, {}, ""),
     ],
 )

@@ -16,9 +16,8 @@ import teraio
 from planner import Budgets, Plan, Trace, plan
 from teraio.cli import output
 
-from ...planner.traces import block, by_hand, move, staged, trace
 from ..conftest import Result, RunCommand
-from ..traces import CHAIN_FILE, TRACES, edited, fact, file_of, has_line, planned, saved
+from ..traces import CHAIN_FILE, TRACES, edited, fact, file_of, has_line, planned
 
 # -- plan
 
@@ -110,13 +109,9 @@ def test_rates_stand_beside_every_time_of_an_iteration(run: RunCommand, tmp_path
     }
     assert {fact(run(*command).out, name.strip()) for name, command in commands.items()} == {rates}
     row = r" +2,000 +0\.50 +500 +50\.0%"
-    assert has_line(run("sweep", traced, "--device", "20:30:2").out, rf" *20 B +6\.00 s{row} .*")
-    advised = run("advise", traced, "--device", 20)
-    assert has_line(advised.out, rf"as asked +yes +6\.00 s +6\.00 s +1\.00x{row} .*")
+    assert has_line(run("advise", traced, "--device", 20).out, rf"as asked +yes +6\.00 s +6\.00 s +1\.00x{row} .*")
     asked = {answer["what"]: answer for answer in run("advise", traced, "--device", 20, "--json").json["answers"]}
-    assert asked["as asked"]["work"] == WORK
-    for twice in ("twice the batch", "twice the accumulation"):
-        assert asked[twice]["work"] == {**WORK, "tokens": 24_000, "samples": 6, "flops": 6e15}
+    assert asked["twice the batch"]["work"] == {**WORK, "tokens": 24_000, "samples": 6, "flops": 6e15}
     assert run("report", made, "--trace", traced, "--points", 0, "-o", page).code == 0
     assert '<dt>tokens/s</dt><dd>2,000</dd><dd class="faint">0.50 samples/s, 500 TFLOP/s, 50.0% MFU</dd>' in page.read_text()
 
@@ -135,14 +130,6 @@ def test_schema_help_and_version(run: RunCommand) -> None:
 
 
 # -- terminals and pipes
-
-
-def test_messages_are_fit_for_a_terminal(run: RunCommand, tmp_path: Path) -> None:
-    missing = run("inspect", tmp_path / "\x1b[2J\u202enone.json")
-    assert missing.code == 1 and "\\x1b[2J\\u202enone.json: cannot be read" in missing.err and missing.err[:-1].isprintable()
-    traced = trace(staged("u" * 3000), [block(1, (), range(3000), "parameter")])
-    refused = run("simulate", *saved(tmp_path, traced, by_hand(traced, 9, [move(0, 0, 9, 9, out=False)])))
-    assert refused.code == 1 and "which are not consecutive uses" in refused.err and len(refused.err) < 2100
 
 
 def test_names_cannot_command_the_terminal(run: RunCommand, tmp_path: Path) -> None:
@@ -168,10 +155,9 @@ def in_a_process(*command: str, **more: object) -> subprocess.CompletedProcess[s
     return subprocess.run([sys.executable, *command], cwd=TRACES.parent, text=True, **arguments)  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("arguments", [["inspect", CHAIN_FILE], ["schema", "plan"]])
-def test_an_output_that_is_full(arguments: list[object]) -> None:
+def test_an_output_that_is_full() -> None:
     with open("/dev/full", "w") as full:
-        done = in_a_process("-m", "teraio.cli", *map(str, arguments), stdout=full)
+        done = in_a_process("-m", "teraio.cli", "inspect", str(CHAIN_FILE), stdout=full)
     assert done.returncode == 1
     assert done.stderr == "teraio: the standard output cannot be written: No space left on device\n"
 
@@ -214,7 +200,6 @@ sys.exit("torch was imported" if "torch" in sys.modules else 0)
     ("arguments", "message"),
     [
         (["plan", "{chain}", "--device", "9"], "needs 10 B at once; give --device of at least 10 bytes"),
-        (["plan", "{chain}", "--device", "29", "--policy", "keep-all"], "needs 30 B at once, as this policy lets nothing leave"),
         (
             ["plan", "{chain}", "--device", "10", "--host", "0", "--storage", "0"],
             "needs 30 B at once, as nothing can leave without a lower tier (with one, 10 B would do); give --device of",
@@ -223,16 +208,11 @@ sys.exit("torch was imported" if "torch" in sys.modules else 0)
         (["plan", "{none}", "--device", "20"], "none.json: cannot be read: No such file"),
         (["plan", "{plan}", "--device", "20"], "this reader takes 'teraio.trace' only"),
         (["plan", "{chain}", "--device", "20", "-o", "{folder}"], "cannot be written: Is a directory"),
-        (["simulate", "{chain}", "{chain}"], "this reader takes 'teraio.plan' only"),
         (["simulate", "{wrap}", "{plan}"], "make a plan from this trace"),
         (["simulate", "{chain}", "{foreign}"], "block 3"),
-        (["inspect", "{folder}"], "cannot be read: Is a directory"),
         (["inspect", "{damaged}"], "malformed JSON at line 1 column 2"),
         (["inspect", "{other}"], "field 'format' is 'csv'; this command takes 'teraio.trace' and 'teraio.plan'"),
-        (["inspect", "{list}"], "field 'format' is None"),
         (["inspect", "{newer}"], "teraio.plan version 2 is not known"),
-        (["inspect", "{plan}", "--trace", "{wrap}"], "make a plan from this trace"),
-        (["inspect", "{foreign}", "--trace", "{chain}"], "names block 3; the trace has 3 blocks"),
         (["sweep", "{chain}", "--device", "1:2:2"], "no budget of the range suffices: the device budget of 2 B"),
     ],
 )
@@ -241,7 +221,7 @@ def test_bad_files_and_budgets_end_with_one_line(run: RunCommand, tmp_path: Path
     move = json.loads(good.read_text())["moves"][0]
     foreign = edited(good, moves=[{**move, "block": 3}]).rename(tmp_path / "foreign.json")
     newer = edited(good, version=2).rename(tmp_path / "newer.json")
-    contents = {"damaged": "{oops", "other": '{"format": "csv"}', "list": "[1]"}
+    contents = {"damaged": "{oops", "other": '{"format": "csv"}'}
     for name, content in contents.items():
         (tmp_path / f"{name}.json").write_text(content)
     paths = {name: tmp_path / f"{name}.json" for name in (*contents, "none")}
@@ -258,31 +238,21 @@ def test_bad_files_and_budgets_end_with_one_line(run: RunCommand, tmp_path: Path
     assert result.err.startswith("teraio: ") and result.err.count("\n") == 1 and result.err.endswith("\n")
 
 
-PLAN, SWEEP = (["plan", "--device", "20"], ["sweep", "--device", "10:20:3"])
+PLAN = ["plan", "--device", "20"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["plan", "--device", "plenty"], "option --device: found 'plenty', wanted a number of bytes from 1 to 2^63 - 1"),
-        (["plan", "--device", "9300000TB"], "option --device: found '9300000TB', wanted a number of bytes from 1 to 2^63 - 1"),
         (["plan", "--device", "9" * 5000], "9999… (5,000 characters)', wanted 9,223,372,036,854,775,807 bytes at the most"),
         ([*PLAN, "--host", "0.5"], "option --host: found '0.5'"),
-        ([*PLAN, "--storage", "1 parsec"], "option --storage: found '1 parsec'"),
         ([*PLAN, "--policy", "luck"], "policy 'luck' is not known; the policies are: ilp, offload-only, checkpoint, teraio"),
         ([*PLAN, "--time-limit", "0"], "option --time-limit: found 0.0"),
         ([*PLAN, "--gap", "1"], "option --gap: found 1.0, wanted a share of at least 0"),
-        ([*PLAN, "--threads", "0"], "option --threads: found 0, wanted a number from 1"),
-        ([*PLAN, "--write-weight", "-1"], "option --write-weight: found -1.0"),
         ([*PLAN, "-o", "/nowhere/plan.json"], "there is no directory /nowhere; create it first"),
-        ([*PLAN, "--rows", "-1"], "--rows"),
-        ([*PLAN, "--colour"], "--colour"),
         (["sweep", "--device", "20"], "wanted LOWEST:HIGHEST:COUNT"),
         (["sweep", "--device", "10:20:1"], "with a count from 2 to 1000"),
-        (["sweep", "--device", "10:20:" + "9" * 5000], "with a count from 2 to 1000"),
-        (["sweep", "--device", "10:" + "9" * 400 + ":2"], "bytes at the most"),
-        (["sweep", "--device", "20:10:3"], "20 is not less than 10"),
-        ([*SWEEP, "--policy", "luck"], "policy 'luck' is not known"),
         (["inspect", "--trace", str(CHAIN_FILE)], "is a trace itself"),
     ],
 )
@@ -309,8 +279,6 @@ def test_numbers_for_people() -> None:
 
 def test_budgets_have_the_units_that_they_were_asked_for_in(run: RunCommand) -> None:
     assert fact(run("plan", CHAIN_FILE, "--device", "6.5GB", "--host", "24GiB").out, "device budget") == "6.5 GB (6.05 GiB)"
-    assert fact(run("plan", CHAIN_FILE, "--device", "100MB").out, "device budget") == "100 MB (95.4 MiB)"
     assert fact(run("plan", CHAIN_FILE, "--device", "24GiB").out, "device budget") == "24.0 GiB (25,769,803,776 bytes)"
-    for asked, shown in (("1GB:2GB:4", ["1 GB", "1.333 GB", "1.666 GB", "2 GB"]), ("1GiB:2GiB:2", ["1.00 GiB", "2.00 GiB"])):
-        swept = run("sweep", CHAIN_FILE, "--device", asked, "--policy", "belady").out
-        assert re.findall(r"^ *([\d.]+ Gi?B) ", swept, re.MULTILINE) == shown
+    swept = run("sweep", CHAIN_FILE, "--device", "1GB:2GB:4", "--policy", "belady").out
+    assert re.findall(r"^ *([\d.]+ GB) ", swept, re.MULTILINE) == ["1 GB", "1.333 GB", "1.666 GB", "2 GB"]

@@ -1,4 +1,4 @@
-"""Updates on the host: what they know of a device's small states, what keeps them there, threads, masters, and measured rates."""
+"""Updates on the host: what they know of a device's small states, what keeps them there, threads, and measured rates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.paging import Block
 from teraio.optimizer import HostRates, OptimizerFacts, host, owned_parameters
 from teraio.optimizer.host import HostCounters, HostUpdates, compute_pool, host_threads
 
-from .managed_training import Start, Training
-from .plain_training import MASTER_OPTIMIZERS, Textbook, differences, half_parameters, keeping, set_most_gradients
+from .plain_training import keeping
 
 
 class OnDevice(Tensor):
@@ -72,32 +70,6 @@ def test_a_counter_that_the_device_has_counted_is_copied_again(state: Tensor, be
     here += 1
     counters.update([(state, here)])
     assert state == 4
-
-
-def test_counters_of_many_parameters_are_written_by_a_kernel_for_each_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    added: list[tuple[int, float]] = []
-    add = torch._foreach_add_
-    monkeypatch.setattr(torch, "_foreach_add_", lambda states, value: (added.append((len(states), value)), add(states, value)))
-    OnDevice.copies_back = 0
-    states = [torch.tensor(value).as_subclass(OnDevice) for value in (4.0, 4.0, 0.1, 4.0)]
-    averages = torch.zeros(3).as_subclass(OnDevice)
-    counters = HostCounters()
-    pairs = [(state, counters.here(state)) for state in (*states, averages)]
-    for _, here in pairs:
-        here += 1
-    counters.update(pairs)
-    assert [state.item() for state in states] == [5.0, 5.0, torch.tensor(0.1) + 1, 5.0] and averages.tolist() == [1, 1, 1]
-    assert [count for count, _ in added] == [3, 1] and OnDevice.copies_back == 1, "only what is no number is copied"
-    assert all(counters.here(state) is here for state, here in pairs), "nothing has changed them since"
-
-
-def test_counters_of_main_memory_are_themselves() -> None:
-    state = torch.zeros(())
-    counters = HostCounters()
-    here = counters.here(state)
-    assert here is state
-    counters.update([(state, here)])
-    assert state._version == 0
 
 
 @pytest.mark.parametrize("setting", ["lr", "betas"])
@@ -171,12 +143,6 @@ def test_a_rank_gets_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch, one
     assert host_threads(2) == 3
 
 
-def test_a_quota_of_processor_time_is_divided(monkeypatch: pytest.MonkeyPatch, one_compute_thread: None) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    monkeypatch.setattr(sys.modules[host_threads.__module__], "machine_cores", lambda: 6.5)
-    assert [host_threads(ranks) for ranks in (2, 3, 8)] == [3, 2, None]
-
-
 def test_only_the_pool_computes_with_more_threads(one_compute_thread: None) -> None:
     def used() -> int:
         torch.ones(1 << 18).add_(1)
@@ -185,80 +151,6 @@ def test_only_the_pool_computes_with_more_threads(one_compute_thread: None) -> N
     with compute_pool(1, 2) as pool, compute_pool(1, None) as plain:
         assert pool.submit(used).result() == 2
         assert used() == plain.submit(used).result() == 1
-
-
-# -- masters of subgroups that update on the host's processor, over memory that lies in the host tier
-
-
-class Lending:
-    """Stands in for a pager whose blocks wait in the host tier. `lent`: names of all that was."""
-
-    def __init__(self, training: Training) -> None:
-        self.device = training.pager.device
-        self.known_block = training.pager.known_block
-        self.account, self.lending = training.pager.account, self
-        self.lent: set[str] = set()
-
-    def reserve_for_host(self, blocks: Sequence[Block]) -> bool:
-        return True
-
-    def lend_memory(self, blocks: Sequence[Block]) -> list[int]:
-        self.lent |= {block.name for block in blocks}
-        return [block.address for block in blocks]
-
-    def give_back(self, blocks: Sequence[Block]) -> None:
-        """Nothing is counted here."""
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("AdamW fused amsgrad", torch.float16), ("SGD fused", torch.bfloat16)])
-def test_the_same_bits_as_on_the_device(started: Start, name: str, dtype: torch.dtype) -> None:
-    """By the same implementation, on the CPU; also where user code has written to a parameter."""
-    training = started(budget_bytes=None, parameters=half_parameters(dtype))
-    optimizer, expected = (
-        keeping(MASTER_OPTIMIZERS[name](training.parameters)),
-        Textbook(half_parameters(dtype), MASTER_OPTIMIZERS[name]),
-    )
-    pager = Lending(training)
-    host = HostUpdates(pager)  # type: ignore[arg-type]
-    for step in range(8):
-        set_most_gradients(training.parameters, step)
-        if step == 5:
-            training.parameters[1].data[3] = 1000
-            expected.masters[1][3] = 1000
-        expected.train(1, step)
-        if step < 2:
-            optimizer.step()
-            continue
-        for parameter in training.parameters[:-1]:
-            assert parameter.grad is not None
-            training.pager.block_of(parameter.grad, name="gradient", kind="gradient", user_visible=True)
-        update = host.begin(OptimizerFacts.of(optimizer), owned_parameters(optimizer))
-        assert update is not None and update.seconds() is not None
-        assert update.members == set(range(6)), "all but what is small, and what has no gradient"
-    host.close()
-    assert {f"optimizer/layer.{n}.master_param" for n in range(5)} <= pager.lent
-    wrong = differences(optimizer, expected)
-    assert [name for name in wrong if not name.endswith(" 6")] == []
-
-
-def test_the_rate_is_that_of_an_update_over_masters() -> None:
-    """In bf16 it reads and writes three fp32 states for AdamW, and is measured apart from one without masters."""
-    asked: list[int] = []
-
-    @contextmanager
-    def scratch(size_bytes: int) -> Any:
-        asked.append(size_bytes)
-        memory = torch.empty(size_bytes, dtype=torch.uint8)
-        yield memory.data_ptr()
-
-    rates = HostRates(scratch, shared=False)
-    plain = torch.optim.AdamW(half_parameters(torch.bfloat16))
-    keeper = keeping(torch.optim.AdamW(half_parameters(torch.bfloat16)))
-    for optimizer in (plain, keeper, plain, keeper):
-        seconds = rates.seconds(OptimizerFacts.of(optimizer), torch.bfloat16, 1000)
-        assert seconds is not None and seconds > 0
-    elements = 4 << 20
-    assert asked == [4 * 2 * elements, 5 * 4 * elements]
 
 
 # -- how updates on the host are measured where there is no room at first, and where they fail
@@ -311,15 +203,6 @@ def test_a_host_tier_that_is_full_at_first_is_measured_later(few_elements: None)
     assert seconds is not None and 0 < seconds < 1
     asked = room.asked
     assert rates.seconds(adam(), torch.float32, 2000) == 2 * seconds and room.asked == asked
-
-
-def test_room_is_not_looked_for_for_ever(few_elements: None) -> None:
-    room = Room()
-    room.there = False
-    rates = HostRates(room, shared=False)
-    for _ in range(100):
-        assert rates.seconds(adam(), torch.float32, 1000) is None
-    assert room.asked < 50
 
 
 @pytest.mark.parametrize("which", [0, 1])

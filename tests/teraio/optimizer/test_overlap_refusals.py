@@ -50,18 +50,12 @@ def said(caplog: pytest.LogCaptureFixture, step: Step = one_update, **settings: 
     return result, record.getMessage()
 
 
-# -- for all parameters
-
-
-def hooked_step(run: Run, x: Tensor, index: int) -> None:
-    if index == 0:
-        run.optimizer.register_step_pre_hook(lambda *_: None)
-    one_update(run, x, index)
-
-
 def clamp_data(run: Run, index: int) -> None:
     for parameter in run.module.parameters():
         parameter.grad.data.clamp_(-1e-3, 1e-3)
+
+
+# -- for all parameters
 
 
 def scaled(run: Run, x: Tensor, index: int) -> None:
@@ -114,7 +108,6 @@ class Own(torch.optim.AdamW):
 
 CHANGED = "gradients are changed between backward and step"
 REFUSED: dict[str, tuple[Step, str, Any]] = {
-    "step hooks": (hooked_step, "AdamW is updated as a whole: there are step hooks besides teraio's", None),
     "own optimizer": (one_update, "Own is updated as a whole", lambda module: Own(module.parameters())),
     # To a norm that no gradient reaches: one day one may.
     "clip_grad_norm_ in vain": (between(lambda run, _: nn.utils.clip_grad_norm_(run.module.parameters(), 1e9)), CHANGED, None),
@@ -239,12 +232,6 @@ def test_with_the_option_optimizer_off(chosen: bool, caplog: pytest.LogCaptureFi
 # -- in the way later on, when parameters are updated inside the backward pass already
 
 
-def gradients_by_hand(run: Run, x: Tensor) -> None:
-    parameters = list(run.module.parameters())
-    for parameter, gradient in zip(parameters, torch.autograd.grad(run.loss(x), parameters), strict=True):
-        parameter.grad = gradient
-
-
 def set_gradient(run: Run) -> None:
     run.module.last.bias.grad = torch.ones(16)
 
@@ -266,7 +253,6 @@ LATER: dict[str, tuple[Step, str]] = {
         "several forward passes used it before a step",
     ),
     "gradients for some": (once(passing(only_some)), r"the pass does not fill its `.grad`"),
-    "torch.autograd.grad": (once(passing(gradients_by_hand)), r"the pass does not fill its `.grad`"),
 }
 
 
@@ -278,16 +264,3 @@ def test_in_the_way_later_on(name: str, caplog: pytest.LogCaptureFixture) -> Non
     assert result.left[4] == set() and result.left[5] != set()
     assert re.search(reason, message)
     assert result.left[-1] == (ALL if name in ("a hook", "a step hook") else set())
-
-
-def test_settings_that_change_before_one_step(caplog: pytest.LogCaptureFixture) -> None:
-    """The update has used those of its moment; from then on the step does it."""
-
-    def change(run: Run, index: int) -> None:
-        if index >= 4:
-            run.optimizer.param_groups[0]["lr"] = 0.02
-
-    with caplog.at_level(logging.WARNING, logger="teraio"):
-        result = train(case(between(change)), options=OVERLAPPED)
-    assert result.left == [ALL] * 3 + [set()] * 2 + [ALL] * 2
-    assert "the optimizer's settings are changed between backward and step" in caplog.text

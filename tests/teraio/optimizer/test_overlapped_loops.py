@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +37,6 @@ from .overlapped_loops import (
     same,
     scaler_of,
 )
-from .plain_training import KIB
 
 pytestmark = compiled_input_needs_grad
 
@@ -86,19 +84,6 @@ def test_parameters_in_half_precision(kind: str) -> None:
     kept = {name for name in ALL if name.endswith("bias")} if kind == "Muon" else set()
     assert result.left == [ALL] * 3 + [kept] * (STEPS - 3)
     assert result.states["master_param of 0"].dtype == torch.float32
-
-
-def test_a_checkpoint_is_loaded_on_the_way() -> None:
-    def loading(run: Run, x: Tensor, index: int) -> None:
-        one_update(run, x, index)
-        if index == 3:
-            run.kept["saved"] = copy.deepcopy((run.module.state_dict(), run.optimizer.state_dict()))
-        if index == 5:
-            model, optimizer = run.kept["saved"]
-            run.module.load_state_dict(model)
-            run.optimizer.load_state_dict(optimizer)
-
-    assert same(loading, steps=9).left[3:] == [set()] * 6
 
 
 def test_one_graph_for_several_layers() -> None:
@@ -345,12 +330,6 @@ ONE, OTHER = object(), object()
 
 def cut(members: Sequence[Planned], largest_bytes: int, **sizes: int) -> tuple[UpdateStage, ...]:
     return cut_updates(members, largest_bytes, **sizes)  # type: ignore[arg-type]
-
-
-def test_large_ones_by_themselves_small_ones_with_what_comes_after() -> None:
-    members = [Planned(ONE, KIB, 0), Planned(ONE, 8 * KIB, 1), Planned(ONE, KIB, 2), Planned(ONE, KIB, 2), Planned(ONE, KIB, 5)]
-    assert cut(members, 64 * KIB, min_bytes=4 * KIB) == (UpdateStage(1, (0, 1)), UpdateStage(5, (2, 3, 4)))
-    assert cut(members, 0, min_bytes=4 * KIB) == tuple(UpdateStage(m.final.after, (n,)) for n, m in enumerate(members))
 
 
 @given(

@@ -165,34 +165,6 @@ def test_an_update_takes_no_more_than_its_workspace(
     assert not differing(everything(optimizer), plain(2, large_parameters(), STATE_OPTIMIZERS[name]))
 
 
-def test_where_all_fits_nothing_is_cut_inside(started_tiered: StartTiered, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although the update of one parameter takes nearly all of the room."""
-    monkeypatch.setattr(SlicedUpdate, "run", None)
-    training = started_tiered(budget_bytes=LARGE * 31 // 5)
-    optimizer = adamw(training.parameters)
-    train(optimizer, 2)
-    assert training.pager.account.evictions == 0 and all(block.state is State.ON_DEVICE for block in training.states().values())
-
-
-@pytest.mark.parametrize(("budget", "sliced"), [(LARGE * 23 // 2, 3), (LARGE * 25 // 2, 0)])
-def test_what_takes_more_than_half_of_the_room_is_cut_inside(
-    started_tiered: StartTiered, budget: int, sliced: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of three large parameters, which do not fit together; each update takes six times as much as one of them."""
-
-    def parameters() -> list[nn.Parameter]:
-        return [*large_parameters(), *large_parameters(), *large_parameters()]
-
-    updates: list[SlicedUpdate] = []
-    run = SlicedUpdate.run
-    monkeypatch.setattr(SlicedUpdate, "run", lambda update: (updates.append(update), run(update)))
-    training = started_tiered(budget_bytes=budget, parameters=parameters())
-    optimizer = adamw(training.parameters)
-    train(optimizer, 3)
-    assert len(updates) == 3 * sliced and training.pager.account.evictions > 0
-    assert not differing(everything(optimizer), plain(3, parameters(), adamw))
-
-
 @pytest.mark.parametrize("why", ["the gradient has other strides", "states share memory", "it is Adafactor"])
 def test_what_cannot_be_cut_is_refused_before_anything_changes(started_tiered: StartTiered, why: str) -> None:
     training = started_tiered()

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from planner.errors import BudgetError
 from runtime.paging import Pager
 from teraio.optimizer import SubgroupSizes
-from teraio.optimizer.subgroups import cut
 
 from ...training import random_rows, unequal, weights_of_1_mib
 from .managed_training import ManagedTraining, Start
@@ -94,16 +93,6 @@ def test_a_step_that_is_left_as_it_is(make: Callable[[Any], Optimizer], active: 
         optimizer.step()
         assert steps.stage_names() == [] and steps.finished == [optimizer]
         assert all(block.pins == 0 for block in steps.pager.blocks)
-
-
-def test_parameters_of_others_are_left_alone_and_closing_unhooks() -> None:
-    with stepping() as steps:
-        theirs = nine_parameters()
-        set_gradients(theirs, 0)
-        torch.optim.AdamW(theirs).step()
-        steps.steps.close()
-        torch.optim.AdamW(steps.parameters).step()
-        assert steps.finished == [] and steps.pager.account.fixed_bytes == 0
 
 
 # -- which optimizers are managed, and how those are that cannot be cut
@@ -207,19 +196,6 @@ def test_what_is_known_keeps_nothing_alive(started: Start) -> None:
     assert [each() for each in gone] == [None] * 4
     with pytest.raises(ReferenceError):
         _ = managed.optimizer
-
-
-def test_where_parameters_are_cut() -> None:
-    def subgroups(size_bytes: int, **more: set[int]) -> list[list[int]]:
-        return [list(numbers) for numbers in cut([4, 4, 4, 4], size_bytes, **more)]
-
-    assert subgroups(8) == [[0, 1], [2, 3]]
-    assert subgroups(16) == [[0, 1, 2, 3]]
-    assert subgroups(0) == [[0], [1], [2], [3]]
-    assert subgroups(16, alone={1}) == [[0], [1], [2, 3]]
-    assert subgroups(0, joined={1}) == [[0, 1], [2], [3]]
-    assert subgroups(8, joined={2}) == [[0, 1, 2], [3]]
-    assert list(cut([], 8)) == []
 
 
 # -- `torch.compile(optimizer.step)`: Dynamo compiles none of teraio's functions, and the bits are those of the plain step

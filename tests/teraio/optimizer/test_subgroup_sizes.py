@@ -8,25 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import planner
 from planner import Hardware, stations_of_step, subgroup_bytes
 from planner.subgroup_size import UNMEASURED_BYTES
 from teraio import training_run
-from teraio.machine import Shared
 from teraio.optimizer.subgroups import MIN_SUBGROUP_BYTES, UPDATE_SECONDS, SubgroupSizes
-from teraio.options import parse_options
-from teraio.training_run import RunParts, TrainingRun
 
 from .. import virtual
 from ..parity.harness import MIB, check_exact, reference, share_of_peak, train
 from ..parity.optimizers import small
-from .managed_training import Start
-from .plain_training import (
-    SIZE,
-    set_gradients,
-)
 
 GIB = 1 << 30
 SIZES = [64 * MIB] * 64
@@ -55,36 +46,6 @@ def test_the_size_is_chosen_once_from_what_is_measured() -> None:
         assert sizes.choose(SIZES[:3], room) == found
 
 
-def test_what_other_optimizers_update_counts_whichever_steps_first(started: Start) -> None:
-    chosen: list[int] = []
-
-    class Sizes(SubgroupSizes):
-        def choose(self, *args: Any, others_bytes: int = 0) -> int:
-            chosen.append(others_bytes)
-            return super().choose(*args, others_bytes=others_bytes)
-
-    training = started(6, budget_bytes=100 * SIZE, sizes=Sizes())
-    optimizers = [torch.optim.AdamW(training.parameters[:2]), torch.optim.SGD(training.parameters[2:])]
-    set_gradients(training.parameters, 0)
-    for parameter in training.parameters:
-        training.pager.block_of(parameter.grad, name="gradient", kind="gradient", user_visible=True)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert chosen == [4 * 4 * SIZE, 2 * 2 * SIZE], "four parameters as by AdamW, then two as by SGD"
-    machine = hardware({"host": 1e10})
-    alone, together = (
-        SubgroupSizes(lambda: machine).choose(SIZES, 4 * GIB, others_bytes=others) for others in (0, 3 * sum(SIZES))
-    )
-    assert alone < together == best(machine, "host", 4 * GIB, total=4 * sum(SIZES))
-
-
-@pytest.mark.parametrize(("host_bytes", "tier"), [(4 * GIB, "host"), (4 * GIB - 1, "storage")])
-def test_the_links_are_those_of_the_tier_that_holds_the_states(host_bytes: int, tier: str) -> None:
-    machine = hardware({"host": 2e10, "storage": 1e9}, host_bytes)
-    sizes = SubgroupSizes(lambda: machine)
-    assert sizes.choose(SIZES, 4 * GIB) == best(machine, tier, 4 * GIB)
-
-
 def test_where_nothing_is_measured() -> None:
     assert SubgroupSizes().choose(SIZES, 16 * MIB) == MIN_SUBGROUP_BYTES
     assert SubgroupSizes().choose(SIZES, 400 * MIB) == 50 * MIB
@@ -95,11 +56,6 @@ def test_where_nothing_is_measured() -> None:
     for few in ([MIB, 2 * MIB], [GIB]):  # one subgroup, which must not decide for an optimizer that comes later
         sizes = SubgroupSizes(lambda: hardware({"host": 1e10}))
         assert sizes.choose(few, GIB) == MIN_SUBGROUP_BYTES and sizes.used_bytes is None
-
-
-def test_a_given_size_is_used_as_it_is() -> None:
-    sizes = SubgroupSizes(lambda: hardware({"host": 1e10}), given_bytes=12345)
-    assert sizes.choose(SIZES, 16 * MIB) == 12345 == sizes.used_bytes
 
 
 # -- in training
@@ -134,13 +90,3 @@ def test_a_plan_brings_the_size_that_it_was_made_for(tmp_path: Path, subgroups_o
         assert (len(planner.Trace.load(tmp_path / "again.json").subgroups) == count) == (given is not None)
         for result in (found, again):
             check_exact(result, reference(case))
-
-
-def test_a_damaged_plan_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
-    path, storage = tmp_path / "plan.json", tmp_path / "storage"
-    path.write_text("{}")
-    storage.mkdir()
-    options = parse_options({"plan": path, "memory_budget": 64 * MIB, "storage": storage})
-    with pytest.raises(planner.PlanError, match="plan.json"):
-        TrainingRun(options, torch.device("cpu"), RunParts(), Shared())
-    assert not list(storage.iterdir())

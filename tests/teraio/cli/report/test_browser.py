@@ -11,7 +11,7 @@ import pytest
 
 import planner
 from benchmarks.transformer_trace import WORKLOADS
-from planner import Budgets, Plan, Trace
+from planner import Budgets, Plan
 from planner.problem import SolverSettings
 from teraio.cli.report.content import report_of
 from teraio.cli.report.page import html_page
@@ -119,17 +119,6 @@ def test_the_keyboard_chooses_and_zooms(name: str, opened: Any, pages: dict[str,
     assert {"lane", "zoom-in", "scroll"} <= reached or {"lane", "scroll"} <= reached
 
 
-def test_pointing_tells_what_is_there(opened: Any, pages: dict[str, Path]) -> None:
-    page = opened(pages["small"], "desktop")
-    chart = page.locator("#lanes .lane svg").first
-    chart.scroll_into_view_if_needed()
-    box = chart.bounding_box()
-    page.mouse.move(box["x"] + 5, box["y"] + 10)
-    assert "phase: forward" in page.locator("#details").inner_text()
-    timeline = planner.simulate(*_trace_and_plan(pages))
-    assert page.evaluate("report.facts.timeline.seconds") == timeline.iteration_seconds
-
-
 @pytest.mark.parametrize("name", ["copies", "large"])
 def test_from_a_row_to_the_lanes_and_back(name: str, opened: Any, pages: dict[str, Path]) -> None:
     page = opened(pages[name], "desktop")
@@ -143,29 +132,3 @@ def test_from_a_row_to_the_lanes_and_back(name: str, opened: Any, pages: dict[st
     assert page.locator("#copies tr.found td").first.inner_text() == block
     told.locator("button", has_text="close").click()
     assert page.locator("#lanes .chosen").count() == 0
-
-
-def test_rows_are_searched_and_sorted(opened: Any, pages: dict[str, Path]) -> None:
-    page = opened(pages["large"], "desktop")
-    whole = page.locator("#blocks .pages span").inner_text()
-    page.fill("#blocks input", "layers.7.")
-    assert page.locator("#blocks .pages span").inner_text() != whole
-    assert all("layers.7." in text for text in page.locator("#blocks tbody tr").all_inner_texts())
-    page.locator("#stages th button", has_text="takes").click()
-    takes = "[...timeline.stages].map((stage) => stage.end - stage.start)"
-    assert page.locator("#stages tbody tr td").nth(5).inner_text() == page.evaluate(f"seconds(Math.max(...{takes}))")
-
-
-def test_a_click_tells_who_makes_up_the_memory(opened: Any, pages: dict[str, Path]) -> None:
-    page = opened(pages["large"], "desktop")
-    box = page.locator("#memory-charts svg").first.bounding_box()
-    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 60)
-    held = page.locator("#told button")
-    assert held.count() == 13  # the 12 largest, and "close"
-    name = held.first.inner_text()
-    held.first.click()
-    assert name.startswith(page.locator("#told b").inner_text())
-
-
-def _trace_and_plan(pages: dict[str, Path]) -> tuple[Trace, Plan]:
-    return hand("recompute"), Plan.load(pages["small"].parent / "recompute.plan.json")

