@@ -36,8 +36,6 @@ def test_the_command_writes_a_file_also_when_the_time_is_over(tmp_path: Path) ->
     ("arguments", "message"),
     [
         (("gpu_overhead", "--size", "huge"), "no size huge; there are tiny"),
-        (("gpu_overhead", "--device", "tpu"), "no device tpu"),
-        (("gpu_overhead", "--dtype", "int4"), "no dtype int4"),
         (("no_such_part",), "no part no_such_part; there are stage_overhead"),
     ],
 )

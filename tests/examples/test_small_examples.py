@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
-import torch
 import typer
 from typer.testing import CliRunner
 
@@ -53,8 +52,3 @@ def test_the_device_is_the_sampler_s_while_it_samples() -> None:
     text = said(reinforce, "--memory-budget 56MiB --layers 1 --context 4 --rounds 2 --updates 1")
     assert numbers(r"(\d+) MiB left", text)[-1] > 8 and len(numbers(ROW, text)) == 2
     assert numbers(r"at most (\d+) MiB on the device", text)[0] <= 56
-
-
-def test_a_row_is_rewarded_for_bytes_that_are_one_more_than_the_byte_before() -> None:
-    rows = torch.tensor([[14, 15, 0, 1], [1, 2, 2, 3], [3, 2, 1, 0]])
-    assert reinforce.reward(rows).tolist() == pytest.approx([1, 2 / 3, 0])

@@ -118,6 +118,11 @@ def test_blocks_make_way_for_a_large_one_that_comes_back(bench: Bench) -> None:
     assert not comes_back(small) and comes_back(large)
     in_a_thread = True
     assert not comes_back(large), "only who runs the region queues what the device computes"
+    in_a_thread = False
+    stage(bench, retries=1)
+    assert not comes_back(small)
+    stage(bench, retries=1)
+    assert comes_back(small), "there was a retry, perhaps for it"
 
 
 def test_everything_leaves_once_when_a_plan_begins_after_retries(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,7 @@ CORES: dict[str, tuple[str, Files, float]] = {
         {f"{V1}/cpu.cfs_quota_us": "150000", f"{V1}/cpu.cfs_period_us": "50000"},
         3,
     ),
+    "in a container": ("0::/../../docker/abc", {"cpu.max": "200000 100000"}, 2),
     "version 1, no limit": ("4:cpu:/docker/abc", {f"{V1}/cpu.cfs_quota_us": "-1", f"{V1}/cpu.cfs_period_us": "50000"}, 16),
 }
 
@@ -178,6 +179,7 @@ def test_processors_near_a_device(two_nodes: Path, caplog: pytest.LogCaptureFixt
     ("change", "reason"),
     [
         ("no node", "the system does not know the device's node"),
+        ("no device", "the system does not know the device's node"),
         ("no processors", "node 1 has no processors"),
         ("one node", "the machine has one node of memory"),
     ],
@@ -188,6 +190,8 @@ def test_why_it_makes_no_difference_is_logged(
     nodes = two_nodes / "sys/devices/system/node"
     if change == "no node":
         attach(two_nodes, "-1")
+    elif change == "no device":
+        (two_nodes / "sys/bus/pci/devices" / GPU / "numa_node").unlink()
     elif change == "no processors":
         (nodes / "node1/cpulist").write_text("\n")
     else:

@@ -117,6 +117,7 @@ raise ValueError("in the middle")
 
 def test_verifying_finds_bytes_that_differ(store: PosixStore, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.verify(MIB)
+    engine.check()
     assert store.used_bytes == engine.write_link.moved_bytes == engine.read_link.moved_bytes == 0
     real = os.preadv
 
