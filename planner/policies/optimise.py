@@ -288,7 +288,7 @@ def exact_with_starts(problem: Problem, start: Decisions, write_weight: float) -
     filled = evict_furthest(problem, on_demand(problem, start), early=True, spread=True)
     given = prefetch_from(problem, filled, {index: decision.start for index, decision in start.items()})
     effort, best = effort_of(problem.stage_count), ReplayedPlan.of(problem, given, write_weight)
-    for _ in range(effort.rounds - 1):
+    for _ in range(effort.rounds):
         if out_of_time():
             break
         tried = ReplayedPlan.of(problem, schedule(problem, filled, best.clock, lead=0.0), write_weight)

@@ -40,6 +40,7 @@ from planner.schema import Budgets, Plan, Trace
 
 _BOUND_SECONDS = 10.0  # of processor time, for the bound of a plan that is made
 WHOLE_STAGES = 500  # longer iterations take so long to plan as a whole that less would be found
+_SHORT_BORDER = 300  # stages of a border that is planned as well as a whole iteration: that takes some seconds
 _AT_THE_BOUND = 1 + 1e-9  # a plan within this factor of the lower bound cannot be beaten
 
 Policy = Callable[[Trace, Budgets, SolverSettings], Plan]
@@ -179,7 +180,8 @@ def _by_pass(trace: Trace, budgets: Budgets, task: Task, make: Callable[[Trace, 
 
 def _laid_out(whole: LaidOut, trace: Trace, budgets: Budgets, task: Task) -> Plan:
     """Return the plan for `trace` that is laid out."""
-    border = optimise(Problem.of(whole.border, budgets), replace(task, draft=True))
+    long = len(whole.border.stages) > _SHORT_BORDER
+    border = optimise(Problem.of(whole.border, budgets), replace(task, draft=long, part=long))
     problem = Problem.of(whole.trace, budgets, [update.subgroup for update in border.updates if update.where == "host"])
     best = exact_with_starts(problem, whole.decisions(problem, border), task.settings.write_weight)
     made = best.plan.model_copy(update={"policy": task.policy})
