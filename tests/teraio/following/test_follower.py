@@ -112,16 +112,6 @@ def test_a_late_prefetch_becomes_punctual(
     assert running.asked_for(weight) == [corrected]
 
 
-def test_what_waits_for_room_is_not_corrected(training: VirtualTraining) -> None:
-    """Weight 6 finds no room before weight 5 has left."""
-    running = Following(training, (5, 4), (6, 5))
-    training.pager.account.budget_bytes = (STAGES - 1) * 32
-    training.mover.seconds[IN] = 2.5
-    running.run(9)
-    assert max(running.waited) > 0
-    assert running.asked_for(6) == [5] and running.asked_for(5) == [3], "weight 5 waited for its link, weight 6 for room"
-
-
 @pytest.mark.parametrize("options", [{"replan": False}, {"plan": __file__}])
 def test_a_plan_that_is_to_stay_stays(
     training: VirtualTraining, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
@@ -189,25 +179,6 @@ def test_a_plan_that_is_no_better_is_not_taken(training: VirtualTraining, tmp_pa
     assert Plan.load(tmp_path / "plan.json").trace_fingerprint == running.jobs.asked[0].fingerprint
 
 
-def test_a_plan_that_is_hardly_better_is_not_taken(training: VirtualTraining) -> None:
-    training.mover.seconds[IN] = 0.1
-    running = Following(training, (6, 7))  # asked for when it is needed
-    running.jobs.answers = [plan_for(running.profile.trace, (6, 6))]
-    running.run_at(*[2.0] * 12)
-    assert len(running.jobs.asked) == 1 and running.replans == 0 and running.predicted == pytest.approx(16.1)
-
-
-def test_what_the_new_plan_should_have_asked_for_already_is_asked_for_at_once(training: VirtualTraining) -> None:
-    """The new plan wants weight 2 from the iteration before; the old one has not asked for it yet."""
-    running = Following(training, (2, 2), (6, 7))
-    running.jobs.answers = [plan_for(running.profile.trace, (2, -1), (6, 6))]
-    while running.replans == 0:
-        running.run_at(2.0)
-    before = len(running.waited)
-    running.run(5)
-    assert running.waited[before - 3 : before] == [1.0] * 3 and running.waited[before:] == [0.0] * 5
-
-
 def test_a_solver_that_fails_changes_nothing(training: VirtualTraining, caplog: pytest.LogCaptureFixture) -> None:
     running = Following(training, (6, 6))
     running.jobs.answers = [SolverError("out of luck")] * 4
@@ -250,76 +221,6 @@ def test_a_first_plan_from_plainly_wrong_times_is_replaced_at_once(training: Vir
     assert len(running.jobs.asked) == 1
     running.run()
     assert len(running.jobs.asked) == 2 and running.jobs.asked[1].ideal_seconds == pytest.approx(24 * factor)
-
-
-@pytest.mark.parametrize("seconds", [[3.0] * 40, [3.0, 3.6, 4.2] * 14])
-def test_times_that_were_measured_in_a_disturbance_do_not_stay(training: VirtualTraining, seconds: list[float]) -> None:
-    """Planned again from them; what follows is plainly faster, and need not be alike."""
-    running = Following(training, (6, 6))
-    running.jobs.answers = [None] * 4
-    running.run(9)
-    disturbed = iter(seconds)
-    while not running.jobs.asked:
-        running.run_at(next(disturbed))
-    running.run()
-    assert len(running.jobs.asked) == 1 and running.predicted > 2 * 8
-    running.run_at(1.0, 1.3, 1.0, 1.3, 1.0)
-    assert len(running.jobs.asked) == 2 and running.predicted < 1.4 * 8
-
-
-@pytest.mark.parametrize(
-    "seconds",
-    [
-        [1.0, 1.0, 9.0, 1.0, 9.0, 9.0, 1.0, 1.0, 1.0],  # not even two of the first ones
-        [1.0, 9.0, 5.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0],  # nor three that are disturbed differently
-        [1.0, 1.0, 1.0, 50.0] * 10,
-    ],
-)
-def test_disturbed_iterations_do_not_lead_to_planning(training: VirtualTraining, seconds: list[float]) -> None:
-    running = Following(training, (6, 6))
-    running.run_at(*seconds)
-    assert running.jobs.asked == [] and running.asked_for(6) == [6]
-
-
-def test_later_on_three_iterations_are_not_enough(training: VirtualTraining) -> None:
-    running = Following(training, (6, 6))
-    running.run(30)
-    running.run_at(*[3.0] * 4)
-    assert running.jobs.asked == []
-    running.jobs.answers = [None]
-    running.run()
-    assert len(running.jobs.asked) == 1, "the median of nine iterations has changed"
-
-
-def test_iterations_that_ran_or_began_otherwise_are_not_compared(training: VirtualTraining) -> None:
-    """The first one under a plan begins so, and the first one after one that did not run by it."""
-    running = Following(training, (6, 6))
-    training.stage_seconds = [9.0] * STAGES
-    for _ in range(30):
-        running.follower.iteration_ended(training.iteration(), as_planned=False)
-    running.run()
-    assert running.drift is None and running.jobs.asked == []
-    running.run_at(1.0)
-    assert running.drift.iteration == pytest.approx(0.0)
-    running.follower.iteration_ended(training.iteration(), as_planned=False)
-    running.run_at(9.0)
-    assert running.drift.iteration == pytest.approx(0.0)
-    running.run()
-    assert running.drift.iteration == pytest.approx(4.0), "of 1 and 9 times"
-
-
-def test_iterations_that_are_looked_at_later(training: VirtualTraining) -> None:
-    """On an asynchronous device: the one before the plan has ended when the plan is followed already."""
-    training.stage_seconds = [9.0] * STAGES
-    before = training.iteration()
-    training.stage_seconds = [1.0] * STAGES
-    running = Following(training, (6, 6))
-    before.number = training.observer.recorder.iteration_number - 1
-    running.follower.iteration_ended(before, as_planned=True)
-    running.run()
-    assert running.drift is None
-    running.run()
-    assert running.drift.iteration == pytest.approx(0.0)
 
 
 # -- on a device whose times cost something
@@ -370,40 +271,3 @@ def test_stages_are_timed_in_few_iterations(training: VirtualTraining, marks: Ma
     before = marks.count
     training.iteration()
     assert marks.count - before == ALL, "no plan is followed"
-
-
-@pytest.mark.parametrize("moves", [True, False])
-def test_drift_is_noticed_where_few_stages_are_timed(training: VirtualTraining, marks: Marks, moves: bool) -> None:
-    """Whether a link or the stages get slower: as soon as if all stages were timed, but for the time until there are enough."""
-    running = Following(training, (2, 2), (3, 3))
-    running.jobs.answers = [None]
-    running.run(30)
-    if moves:
-        training.mover.seconds[IN] = 9.0
-    else:
-        training.stage_seconds = [2.0] * STAGES
-    noticed = 0
-    while not running.jobs.asked:
-        running.run()
-        noticed += 1
-    assert noticed <= 12
-    (trace,) = running.jobs.asked
-    links = {link.name: link.bytes_per_second for link in trace.hardware.links}
-    assert links[IN] == pytest.approx(32 / 9.0 if moves else 32)
-    assert trace.ideal_seconds == pytest.approx(8.0 if moves else 16.0)
-    running.run(2)
-    assert set(marks.of(running, 6)) == {ALL} and FEW in marks.of(running, 8), "what the new plan promises is checked first"
-
-
-def test_drift_of_stages_that_costs_no_time_is_noticed_too(training: VirtualTraining, marks: Marks) -> None:
-    """Stages get faster, but the iteration waits for its copy all the longer: only timed iterations show it."""
-    training.mover.seconds[IN] = 10.0
-    running = Following(training, (6, 6))
-    running.jobs.answers = [None]
-    before = running.predicted
-    running.run(30)
-    training.mover.seconds[IN] = before
-    for _ in range(60):
-        if not running.jobs.asked:
-            running.run_at(0.5)
-    assert len(running.jobs.asked) == 1 and running.jobs.asked[0].ideal_seconds == pytest.approx(4.0)
