@@ -133,8 +133,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("waited_seconds", "idle_seconds", "waited_seconds: Field required"),
-        ('"iteration": 0', '"iteration": "zero"', "iteration: Input should be a valid integer"),
-        ("profile", "asleep", "phase: Input should be 'profile'"),
         ("{", "[", "file: Invalid JSON"),
     ],
 )
@@ -157,11 +155,7 @@ LATE_ONE, LATE_TWO = {"a": 1.0, "b": 5.0}, {"a": 4.0, "b": 2.0}
         ([LATE_ONE, LATE_TWO], (3.0, 3.0)),
         ([LATE_ONE, LATE_ONE, LATE_TWO], (3.0, 3.0, 3.0)),
         ([{"a": 1.0}, {"a": 1.5}], (0.0, 0.5)),
-        # without the same collectives nothing can be told
-        *(
-            (others, None)
-            for others in ([], [{"a": 1.0}], [{}, {}], [{"a": 1.0}, {"b": 1.0}], [{"a": 1.0}, {"a": 1.0, "b": 1.0}])
-        ),
+        ([{"a": 1.0}, {"b": 1.0}], None),  # without the same collectives nothing can be told
     ],
 )
 def test_what_of_the_time_in_collectives_is_waiting(seconds: list[dict[str, float]], waited: tuple[float, ...] | None) -> None:
@@ -211,21 +205,6 @@ def test_stages_updates_waits_and_copies_have_names_while_a_profiler_runs(
         assert any(re.fullmatch(pattern, name) for name in names), (pattern, sorted(set(names)))
     assert sum(name.startswith("teraio::stage") for name in names) == teraio.status()[0].stages
     assert any(name.startswith("teraio::wait") for name in made)
-
-
-def test_updates_inside_the_backward_pass_have_names(tmp_path: Path) -> None:
-    step = training_under_16_mib(tmp_path, overlap_step=True)
-    for _ in range(5):
-        step()
-    assert any(re.fullmatch(r"teraio::update backward\S*/update\.\d+", name) for name in profiled(step))
-
-
-def test_a_step_that_is_not_cut_has_a_name(tmp_path: Path) -> None:
-    training = weights_of_1_mib({"memory_budget": 64 * MIB, "storage": tmp_path}, count=1)
-    training.optimizers[0].register_step_post_hook(lambda *_: None)  # it has to see all parameters
-    step = stepping(training)
-    step()
-    assert "teraio::update optimizer/whole" in profiled(step)
 
 
 def test_where_everything_fits_stages_have_names_and_iterations_are_told() -> None:
