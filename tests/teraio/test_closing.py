@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import teraio
 from runtime.paging import Block, State
-from teraio.profiling import StageRecord, recorder
+from teraio.profiling import StageRecord
 from teraio.registry import REGISTRY
 from teraio.stages import CutPolicy
 
@@ -96,13 +96,6 @@ def test_space_is_freed_with_each_tensor_and_descriptors_with_the_last(tmp_path:
     assert not files().keys() - before and not mapped()
 
 
-def test_where_everything_fits_nothing_is_left(tmp_path: Path) -> None:
-    before = files().keys()
-    training = trained(tmp_path, memory_budget=60 * MIB)
-    teraio.reset()
-    assert not files().keys() - before and not mapped() and len(weights(training)) == 24
-
-
 @pytest.mark.parametrize(
     ("how", "again"), [("on drives", "after reset"), ("in both tiers", "by other options"), ("checked", "after reset")]
 )
@@ -159,15 +152,6 @@ def evaluate(training: Training, *, passes: int) -> None:
             training.model(torch.ones(16, 512))
 
 
-def update_by_hand(training: Training) -> None:
-    """A step that is none of torch.optim."""
-    training.model(torch.ones(16, 512)).square().mean().backward()
-    with torch.no_grad():
-        for weight in training.module.parameters():
-            weight.sub_(weight.grad, alpha=0.1)
-            weight.grad = None
-
-
 def kept() -> Counter[type]:
     """How many objects of each watched type are alive."""
     gc.collect()
@@ -182,27 +166,3 @@ def test_evaluations_between_two_steps_keep_nothing(six_layers: Callable[[int], 
     evaluate(training, passes=40)
     assert not kept() - before, "what earlier tests have left may go"
     assert training.progress[-1][0].moved_bytes["storage->device"] > 0
-
-
-def test_evaluations_without_any_step_keep_nothing(six_layers: Callable[[int], Training]) -> None:
-    """First passes are recorded, but no reference to a dead storage is kept of them; later ones are not."""
-    training = six_layers(4 * MIB)
-    evaluate(training, passes=10)
-    before = kept()
-    evaluate(training, passes=20)
-    assert kept()[StorageWeakRef] == before[StorageWeakRef] and kept()[StageRecord] > before[StageRecord]
-    evaluate(training, passes=40)
-    before = kept()
-    evaluate(training, passes=40)
-    assert not kept() - before, "what earlier tests have left may go"
-
-
-def test_own_updates_keep_nothing(six_layers: Callable[[int], Training], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "_MOST_STAGES", 100)
-    training = six_layers(8 * MIB)
-    for _ in range(15):  # how often updates repeat is known after ten or so; records of fewer iterations are kept from then on
-        update_by_hand(training)
-    before = kept()
-    for _ in range(20):
-        update_by_hand(training)
-    assert not kept() - before, "what earlier tests have left may go"

@@ -41,13 +41,6 @@ def test_a_missing_directory_and_an_unknown_device(run: RunCommand, tmp_path: Pa
     assert "wanted cpu or cuda" in run("doctor", "--device", "abacus").err
 
 
-def test_memory_that_looks_like_a_drive() -> None:
-    shared = Path("/dev/shm")
-    if not shared.is_dir():
-        pytest.skip("no tmpfs here")
-    assert any("memory, not a drive" in finding.found for finding in examine([shared], CPU).findings)
-
-
 def test_without_a_compiler_or_the_gpu_of_its_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     def address(storage: torch.UntypedStorage) -> int:
         raise UnsupportedError("giving tensors other memory needs Linux and a C++ compiler")
@@ -60,15 +53,6 @@ def test_without_a_compiler_or_the_gpu_of_its_pytorch(monkeypatch: pytest.Monkey
     (functions,), (compiler,), (gpu,) = (named(found, what) for what in ("C++ functions", "C++ compiler", "GPU"))
     assert "g++" in functions.remedy and compiler.found == "none" and 'codegen="eager"' in compiler.effect
     assert gpu.verdict == "missing" and "nvidia-smi" in gpu.remedy
-
-
-@pytest.mark.parametrize(("load", "verdict"), [(0.1, "ok"), (1e6, "slow")])
-def test_a_busy_processor_is_warned_of(monkeypatch: pytest.MonkeyPatch, load: float, verdict: str) -> None:
-    """What is measured meanwhile comes out too low."""
-    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
-    (found,) = named(examine([], CPU), "processor")
-    assert found.verdict == verdict and "cores" in found.found and f"load {load:.1f}" in found.found
-    assert ("too low" in found.effect) == (verdict == "slow")
 
 
 def test_this_machine_is_described_for_captures(run: RunCommand, tmp_path: Path) -> None:

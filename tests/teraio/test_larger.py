@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import shutil
 import struct
@@ -96,21 +95,6 @@ def test_models_are_made_within_the_budget(make: Callable[[], nn.Module], tiers:
     drawn = torch.rand(1)
     check_budget()
     assert same(model, plain(make)) and torch.equal(torch.rand(1), drawn)
-
-
-def test_a_model_is_copied_averaged_and_looked_at_within_the_budget(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    with teraio.under_budget(**options(tmp_path)):
-        model = Stack()
-        mean = copy.deepcopy(model)
-        with torch.no_grad():
-            for average, parameter in zip(mean.parameters(), model.parameters(), strict=True):
-                average.lerp_(2 * parameter, 0.5)
-        norm = nn.utils.get_total_norm(list(mean.parameters()))
-    check_budget()
-    wanted = [1.5 * parameter for parameter in plain(Stack).parameters()]
-    assert all(torch.equal(average, value) for average, value in zip(mean.parameters(), wanted, strict=True))
-    assert torch.equal(norm, nn.utils.get_total_norm(wanted))
 
 
 def test_what_numpy_writes_between_two_operators_is_seen(tmp_path: Path) -> None:
@@ -284,11 +268,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (lambda f: f.rename(f.with_name("other")), "is not there"),
     "cut": (lambda f: (f / "part-1.safetensors").write_bytes((f / "part-1.safetensors").read_bytes()[:-5]), "is cut short"),
     "no safetensors": (lambda f: (f / "part-1.safetensors").write_bytes(b"PK" * 40), "do not begin with a header"),
-    "empty": (lambda f: (f / "part-1.safetensors").write_bytes(b""), "its 0 bytes"),
     "no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "is no index"),
     "shape": (lambda f: header(f, lambda h: h["layers.2.weight"].update(shape=[512, 2048])), r"shape \(512, 2048\), the model"),
     "type": (lambda f: header(f, lambda h: h["layers.2.weight"].update(dtype="I32")), "is torch.int32"),
-    "size": (lambda f: header(f, lambda h: h["layers.2.weight"].update(shape=[512, 512])), "is damaged"),
     "name": (lambda f: header(f, lambda h: h.update(new=h["layers.2.weight"])), "has new, and the model has not"),
     "lost": (lambda f: header(f, lambda h: h.pop("layers.2.weight")), "lacks layers.2.weight"),
     "two": (lambda f: (f / "model.safetensors.index.json").unlink(), "has 3 safetensors files and no"),
@@ -323,19 +305,6 @@ def test_an_optimizer_is_saved_and_loaded_within_the_budget(inside: bool, tmp_pa
     assert held.highest - held.before < 16 * MIB, "a tensor of 4 MiB at a time, and what is no tensor"
     found = optimizer.state_dict()["state"]
     assert all(torch.equal(value, found[number][name]) for number in found for name, value in wanted["state"][number].items())
-    check_budget()
-
-
-def test_a_full_drive_stops_a_saver_and_nothing_else(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    with teraio.under_budget(**options(tmp_path)):
-        model = Stack()
-    teraio.compile(model, **options(tmp_path))
-    losses = train(model, 2)
-    with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="No space left"):
-        torch.save(model.state_dict(), full)
-    twin = plain(Stack)
-    assert losses + train(model, 2) == train(twin, 2) + train(twin, 2) and same(model, twin)
     check_budget()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from planner import OptionsError
 from teraio.options import Options, Share, kinds, parse_bytes, parse_options
-from teraio.ranks import rank_place
 
 NAMES = list(kinds())
 MAX_CHARACTERS = 600
@@ -44,10 +42,8 @@ SWITCH = "wanted True or False"
 CUDA_GRAPHS = "uses CUDA graphs, which need tensors that never move"
 
 GOOD: list[tuple[str, Any, Any]] = [
-    ("memory_budget", 1, 1),
     ("memory_budget", "24GiB", 24 << 30),
     ("memory_budget", " 12.5 % ", Share(0.125)),
-    ("memory_budget", "100%", Share(1.0)),
     ("host_budget", "500MB", 500_000_000),
     ("storage", Path("/tmp/../tmp"), (Path("/tmp"),)),
     ("storage", ["/tmp", "/var/tmp"], (Path("/tmp"), Path("/var/tmp"))),
@@ -78,13 +74,10 @@ GOOD: list[tuple[str, Any, Any]] = [
 BAD: list[tuple[str, Any, str]] = [
     *(("memory_budget", value, f"found {value!r}, {BYTES}") for value in (0, -1, 2.5e9, True, "lots", "%")),
     ("memory_budget", "0%", "found '0%', wanted more than 0 % and at most 100 %"),
-    ("memory_budget", "101%", "found '101%', wanted more than 0 % and at most 100 %"),
     ("host_budget", "50%", f"found '50%', {BYTES}"),
     ("storage", [], "found an empty list, wanted one or several directories"),
-    ("storage", "", "found '', wanted a path"),
     ("storage", ["/tmp", None], "found None, wanted a path"),
     ("storage", "/no/such/folder", "/no/such/folder is not a directory; create it first"),
-    ("storage", __file__, f"{__file__} is not a directory; create it first"),
     ("storage", ["/tmp", "/tmp/../tmp"], "a directory is given twice in /tmp, /tmp"),
     ("storage_budget", [1], f"found [1], {BYTES}"),
     ("storage_timeout", float("inf"), f"found inf, {SECONDS}"),
@@ -92,9 +85,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("checksums", 1, f"found 1, {SWITCH}"),
     ("debug", 1, f"found 1, {SWITCH}"),
     *(("profile_iterations", value, f"found {value!r}, {COUNT}") for value in (0, 1.0, True, "3")),
-    ("profile_iterations", 1 << 31, f"found {1 << 31}, wanted less than 2^31"),
     ("plan", "/no/such/plan.json", "there is no file /no/such/plan.json"),
-    ("plan", "/tmp", "there is no file /tmp"),
     ("replan", "no", f"found 'no', {SWITCH}"),
     ("plan_cache", True, "found True, wanted 'read-write', 'read' or 'off'"),
     ("trace_out", "/no/such/trace.json", "there is no directory /no/such; create it first"),
@@ -165,45 +156,11 @@ def test_removed_options_say_what_there_is_instead(name: str, instead: str, monk
     assert refusal({}) == f"environment variable TERAIO_{name.upper()}: {message}"
 
 
-def test_a_mode_of_inductor_needs_inductor() -> None:
-    message = refusal({"mode": "max-autotune-no-cudagraphs", "codegen": "eager"})
-    assert message == "option mode: 'max-autotune-no-cudagraphs' is for codegen='inductor'; leave out one of them"
-
-
 def test_none_means_the_default() -> None:
     assert parse_options(None) == parse_options({}) == parse_options(dict.fromkeys(NAMES)) == Options()
 
 
-def test_equal_options_are_one_key_and_do_not_change() -> None:
-    first, second = parse_options({"storage": "/tmp"}), parse_options({"storage": ["/tmp"]})
-    assert first == second and hash(first) == hash(second)
-    with pytest.raises(FrozenInstanceError):
-        first.memory_budget = 1  # type: ignore[misc]
-
-
-SIZES = [
-    (12, 12),
-    ("12", 12),
-    ("12B", 12),
-    ("1kB", 1_000),
-    ("1 KiB", 1_024),
-    (" 2 mb ", 2_000_000),
-    ("3GB", 3_000_000_000),
-    ("0.5GiB", 1 << 29),
-    ("1TB", 10**12),
-    ("1tib", 1 << 40),
-    ("9007199254740993", (1 << 53) + 1),
-    ("9223372036854775807", (1 << 63) - 1),
-]
-
-
-def test_sizes() -> None:
-    assert [parse_bytes("size", given) for given, _ in SIZES] == [size for _, size in SIZES]
-
-
-@pytest.mark.parametrize(
-    "value", ["1PB", "GiB", "1e9", "-1GiB", "1,000", "1.GiB", "0.4", "1 Gi B", None, 1.0, b"1", "٣GiB", "1２KB"]
-)
+@pytest.mark.parametrize("value", ["1PB", "GiB", "1e9", "-1GiB", "1,000", "0.4", None, "٣GiB"])
 def test_no_sizes(value: Any) -> None:
     with pytest.raises(OptionsError) as caught:
         parse_bytes("size", value)
@@ -217,12 +174,9 @@ def test_no_sizes(value: Any) -> None:
     ("variable", "text", "expected"),
     [
         ("TERAIO_MEMORY_BUDGET", "12 GiB", {"memory_budget": 12 << 30}),
-        ("TERAIO_MEMORY_BUDGET", "1000000", {"memory_budget": 1_000_000}),
-        ("TERAIO_MEMORY_BUDGET", "50%", {"memory_budget": Share(0.5)}),
         ("TERAIO_STORAGE", "/tmp", {"storage": (Path("/tmp"),)}),
         ("TERAIO_STORAGE", '["/tmp", "/var/tmp"]', {"storage": (Path("/tmp"), Path("/var/tmp"))}),
         ("TERAIO_REPLAN", "false", {"replan": False}),
-        ("TERAIO_DEBUG", "True", {"debug": True}),
         ("TERAIO_SOLVER_TIME_LIMIT", "2.5", {"solver_time_limit": 2.5}),
         ("TERAIO_CODEGEN", "", {}),
     ],
@@ -243,7 +197,6 @@ def test_code_wins_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     ("variable", "text", "message"),
     [
         ("TERAIO_MEMORY_BUDGTE", "1GiB", "unknown option 'memory_budgte'; valid options are checksums, codegen, debug"),
-        ("TERAIO_MEMORY_BUDGET", "lots", "option memory_budget: found 'lots', wanted a number of bytes"),
         ("TERAIO_CONFIG", "options.toml", "option config was removed: teraio.compile(model, **options) takes"),
         ("TERAIO_STORAGE", "/no/such/folder", "option storage: /no/such/folder is not a directory; create it first"),
     ],
@@ -292,12 +245,3 @@ ODD = st.one_of(
 def test_values_in_code(name: str, value: Any) -> None:
     message = refusal({name: value})
     assert message is None or f"option {name}: " in message
-
-
-@pytest.mark.parametrize("value", ["٣", "9" * 6000, "1 ", "\udc80" * 5000])
-def test_ranks(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(OptionsError, match="wanted a number") as caught:
-        rank_place()
-    assert len(str(caught.value)) < MAX_CHARACTERS

@@ -59,13 +59,6 @@ def test_exported_names() -> None:
     assert all(issubclass(getattr(teraio, name), teraio.TeraioError) for name in ERRORS.split())
 
 
-def test_the_functions_before_any_model_is_compiled() -> None:
-    assert teraio.status() == ()
-    assert teraio.wait_for_plan(timeout_seconds=0.0) is True
-    teraio.reset()
-    assert teraio.status() == ()
-
-
 def test_torch_is_imported_only_when_needed(tmp_path: Path) -> None:
     done = script(
         tmp_path,
@@ -134,14 +127,6 @@ def test_a_package_of_the_users_that_hides_ours_is_named(tmp_path: Path, part: s
         f"ImportError: teraio needs its own package {part!r}, but found {hiding}; "
         "rename that file or folder, or start your script from another directory"
     )
-
-
-def test_it_is_named_also_if_imported_before_and_a_folder_that_is_no_package_hides_nothing(tmp_path: Path) -> None:
-    (tmp_path / "planner").mkdir()
-    assert script(tmp_path, "import teraio\n").returncode == 0
-    (tmp_path / "planner" / "__init__.py").touch()
-    done = script(tmp_path, "import planner\nimport teraio\n")
-    assert done.returncode == 1 and "ImportError: teraio needs its own package 'planner'" in done.stderr
 
 
 @needs_metadata

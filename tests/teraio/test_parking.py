@@ -95,29 +95,6 @@ def test_training_goes_on_by_the_same_plan_also_after_evaluations(tmp_path: Path
     assert after.device_peak_bytes <= BUDGETS["on drives"]
 
 
-def test_a_profile_is_made_although_every_iteration_parks(tmp_path: Path) -> None:
-    training = training_in(tmp_path, "on drives")
-
-    def step(batch: Tensor, index: int) -> None:
-        mean_square_step(training, batch, index)
-        park()
-
-    training.run(random_rows(6), step, planned=True)
-    assert training.progress[-1][0].phase == "planned"
-
-
-def test_what_the_lower_tiers_cannot_hold_stays_and_is_named(tmp_path: Path) -> None:
-    training = weights_of_1_mib({"memory_budget": 24 * MIB, "host_budget": 30 * MIB})
-
-    def step(batch: Tensor, index: int) -> None:
-        training.model(batch).square().mean().backward()
-        parked = teraio.park()
-        assert parked.staying_bytes[NO_ROOM] == 18 * MIB, "24 weights and their gradients, less what the host tier holds"
-        training.update()
-
-    training.run(random_rows(2), step)
-
-
 def test_what_user_code_holds_stays_and_is_named(tmp_path: Path) -> None:
     training = training_in(tmp_path, "on drives")
     training.run(random_rows(1), functools.partial(mean_square_step, training))
@@ -134,10 +111,6 @@ def test_without_a_lower_tier_everything_stays() -> None:
     training.run(random_rows(1), functools.partial(mean_square_step, training))
     parked = teraio.park()
     assert parked.left_bytes == 0 and parked.staying_bytes[NO_ROOM] >= 24 * MIB
-
-
-def test_nothing_is_parked_where_nothing_trains() -> None:
-    assert teraio.park() == teraio.Parked(left_bytes=0, staying_bytes={}, seconds=pytest.approx(0, abs=1))
 
 
 # -- in virtual time
@@ -161,15 +134,3 @@ def test_waking_takes_no_longer_than_its_copies(monkeypatch: pytest.MonkeyPatch)
     assert woken.seconds < usual + 2 * training.mover.seconds[IN], "copies run beside stages, in the order of their uses"
     assert woken.woken and woken.stages[0].seconds == 0.0, "the time away counts nowhere"
     assert not training.iteration().woken
-
-
-def test_an_iteration_that_ends_while_parked_does_not_count_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    training, usual = virtual(monkeypatch)
-    training.regions()
-    training.observer.recorder.parked()
-    training.pager.parking.park()
-    training.mover.pass_seconds(500.0)
-    ended = training.observer.iteration_ends()
-    training.mover.pass_seconds(500.0)
-    assert ended.seconds == pytest.approx(usual, abs=STAGES)
-    assert training.iteration().seconds < usual + STAGES

@@ -18,7 +18,6 @@ from teraio import phases
 from teraio.machine import ResolvedBudgets
 from teraio.options import parse_options
 from teraio.phases import (
-    ClosedPhase,
     DemandPhase,
     Findings,
     FitsPhase,
@@ -189,9 +188,6 @@ def test_iterations_that_disagree_are_followed_by_more(monkeypatch: pytest.Monke
     assert rig.phase.waiting_for == (
         "4 iterations in a row that run the same graphs (4 so far), since stages took very different times in them"
     )
-    rig = Rig(monkeypatch, moved=False, profile_iterations=3)
-    rig.run_at(1.0, 1.0, 4.0, 16.0)
-    assert rig.phase.name == "fits", "where everything fits, times need not agree"
 
 
 class Turns:
@@ -228,13 +224,6 @@ def test_iterations_that_repeat_after_several_are_planned_together(
     assert trace.ideal_seconds == pytest.approx(period * STAGES)
 
 
-def test_what_repeats_for_a_while_only_is_part_of_a_longer_period(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch, profile_iterations=3)
-    rig.jobs.answers = [None]
-    found = Turns(rig).run((1, *[0, 1, 1] * 5) * 20)
-    assert ("profile", 3) in found and ("planning", 16) in found
-
-
 def test_what_repeats_no_more_counts_one_by_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = Turns(Rig(monkeypatch, profile_iterations=3))
     turns.rig.jobs.answers = [None]
@@ -244,13 +233,6 @@ def test_what_repeats_no_more_counts_one_by_one_again(monkeypatch: pytest.Monkey
     waiting = turns.rig.phase.waiting_for
     assert waiting is not None and "did not repeat after up to 16 iterations" in waiting
     assert turns.run([0] * 4)[-1] == ("planning", 1)
-
-
-def test_an_iteration_without_regions_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch)
-    for _ in range(5):
-        rig.phase = rig.phase.iteration_ended(rig.training.observer.iteration_ends(), compiled=False)
-    assert isinstance(rig.phase, ProfilePhase)
 
 
 def test_time_outside_of_compiled_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -344,13 +326,6 @@ def test_a_record_that_contradicts_itself_does_not_end_the_training(
     assert message.startswith("no plan could be made, blocks go on moving on demand: what was recorded contradicts itself")
 
 
-def test_the_end_of_the_run_ends_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch)
-    rig.jobs.answers = [rig.a_plan()]
-    rig.run(3).end()
-    assert rig.jobs.started[0].cancelled and not rig.context.background.busy
-
-
 # -- a plan that the user gave
 
 
@@ -380,24 +355,3 @@ def test_iterations_that_run_other_graphs_end_the_plan(monkeypatch: pytest.Monke
         assert isinstance(rig.run(evaluated=True), ProfilePhase)
     assert rig.training.observer.plan.schedule is None and rig.phase.follower is None
     assert messages(caplog) == ["the last 3 iterations were not those that were planned: profiling again"]
-
-
-def test_another_plan_is_counted_and_its_times_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch)
-    rig.jobs.answers = [rig.a_plan(), None]
-    planned = rig.run(4)
-    rig.training.mover.seconds["storage->device"] = 9.0
-    while rig.context.findings.replans == 0:
-        assert rig.run() is planned
-    assert planned.measured_seconds is None and len(rig.jobs.asked) == 2
-    assert rig.run() is planned and planned.measured_seconds is not None
-
-
-# -- closed
-
-
-def test_a_closed_run_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch)
-    rig.phase = closed = ClosedPhase(rig.context)
-    assert closed.name == "fits" and not closed.managed
-    assert rig.run(5, compiled=True) is closed and closed.graphs_changed() is closed

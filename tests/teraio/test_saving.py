@@ -110,6 +110,3 @@ def test_a_checkpoint_is_loaded_where_its_tensors_wait(tmp_path: Path) -> None:
         training.module.load_state_dict(loaded)
     training.model(next(rows(1)))  # what was loaded is what stages read
     assert not unequal(list(training.module.state_dict().values()), list(expected.values()))
-
-
-# -- saves that break

@@ -134,21 +134,6 @@ def test_stages_updates_waits_and_copies_have_names_while_a_profiler_runs(
     assert any(name.startswith("teraio::wait") for name in made)
 
 
-def test_updates_inside_the_backward_pass_have_names(tmp_path: Path) -> None:
-    step = training_under_16_mib(tmp_path, overlap_step=True)
-    for _ in range(5):
-        step()
-    assert any(re.fullmatch(r"teraio::update backward\S*/update\.\d+", name) for name in profiled(step))
-
-
-def test_a_step_that_is_not_cut_has_a_name(tmp_path: Path) -> None:
-    training = weights_of_1_mib({"memory_budget": 64 * MIB, "storage": tmp_path}, count=1)
-    training.optimizers[0].register_step_post_hook(lambda *_: None)  # it has to see all parameters
-    step = stepping(training)
-    step()
-    assert "teraio::update optimizer/whole" in profiled(step)
-
-
 def test_where_everything_fits_stages_have_names_and_iterations_are_told() -> None:
     """Also where all parameters get other memory, as by `PostLocalSGDOptimizer`: graphs make no blocks of it then."""
     training = weights_of_1_mib({"profile_iterations": 1}, count=2)

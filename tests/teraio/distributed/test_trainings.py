@@ -1,9 +1,7 @@
-"""PyTorch's parallel libraries under teraio: as without it, within the budget and by a plan, over ranks of one machine."""
+"""PyTorch's parallel libraries under teraio: as without it, within the budget and by a plan, over ranks of one machine; FSDP2."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,29 +11,44 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy
 
+import planner
 import teraio
 from planner import Trace
-from runtime.execution import WorkspaceMeter
+from planner.errors import UnsupportedError
+from teraio.profiling import Iteration
 
-from ...training import MIB
+from ...thoroughness import every_other
+from ...training import MIB, forget
 from ..rank_processes import COUNT, Ranks
+from ..virtual import for_each_iteration
 from .trainings import (
     HALVES,
     WIDE,
+    WIDTH,
     Found,
     Options,
+    adamw,
     ddp,
     differences,
     fsdp,
+    full_parameters,
     gathered_in_the_graph,
     joined,
     no_sync,
+    one_pass,
     pipeline,
+    sharded,
     tensor_parallel,
     zero_adamw,
     zero_momentum,
+)
+from .trainings import (
+    ROWS as ROWS_OF_A_BATCH,
 )
 
 STORED, ON_HOST = "storage", "host"
@@ -82,6 +95,12 @@ def check_broadcasts(traces: list[Trace]) -> None:
     assert len(received) == 4
 
 
+def check_collectives(traces: list[Trace]) -> None:
+    """Their time is in the trace, and tells how long the ranks wait for each other."""
+    seconds = [{stage.name: stage.collective_seconds for stage in trace.stages} for trace in traces]
+    assert all(sum(each.values()) > 0.0 for each in seconds) and len({frozenset(each) for each in seconds}) == 1
+
+
 replicated = partial(Row, budget=28 * MIB)
 """Parameters, gradients, momenta and buckets are 8 MiB each, and a rank holds 32 MiB of them without a budget."""
 shared_out = partial(Row, budget=16 * MIB, states=16)
@@ -96,7 +115,7 @@ ROWS = {
     "DDP over a host tier, several passes and clipping": replicated(run=partial(ddp, no_sync=no_sync, **SEVERAL), tier=ON_HOST),
     "DDP, batches of other sizes on each rank": replicated(run=partial(ddp, rows=(256, 64, 192), steps=14), budget=32 * MIB),
     "FSDP2, several passes and clipping": shared_out(run=partial(fsdp, born=True, **SEVERAL)),
-    "tensors by columns and rows": cut(run=partial(tensor_parallel, sequence=False)),
+    "tensors by columns and rows": cut(run=partial(tensor_parallel, sequence=False), check=check_collectives),
     "tensors gathered in the graph": cut(run=gathered_in_the_graph, budget=18 * MIB),
     "ZeRO": replicated(run=partial(ddp, optimizer=zero_adamw), check=check_broadcasts),
     "uneven inputs, with ZeRO": replicated(run=partial(joined, optimizer=zero_momentum), states=4),
@@ -169,77 +188,88 @@ def test_trains_as_without_teraio_within_the_budget_by_a_plan(ranks: Ranks, four
         row.check([Trace.load(tmp_path / f"trace{rank}.json") for rank in range(row.count)])
 
 
-# -- ranks that wait for each other in collectives, whose time is in the trace and in the status
+# -- FSDP2: what its calls between graphs do is in the trace; updates on the host, checkpoints, and what is refused
 
-BUDGET = 10 * MIB
-LATE = 0.25
-"""Seconds that rank 1 comes later to each forward pass."""
+BUDGET = 16 * MIB
+HOST_BUDGET = 20 * MIB
+"""Half of it has room for all that one group's update needs, 8 MiB, so that this is one subgroup."""
 
 
-class OwnClock:
-    """The time in collectives, as far as this test makes it pass: however busy the machine is, all else takes none.
+def updated_on_host(folder: str, **training: Any) -> tuple[Found, list[Found], list[int]]:
+    """Train by a plan that updates all that it can on the host; then train again, save, and load into a plain training.
 
-    Rank 1 is late when rank 0 has begun to wait, and joins after that.
+    Return what was found, what both of the second part come to, and how many updates ran there in each part.
     """
+    updates = [0]
 
-    def __init__(self) -> None:
-        self._store = dist.distributed_c10d._get_default_store()
-        self._readings, self._step = 0, 0
-        self._begins = False
+    def counting(iteration: Iteration) -> None:
+        updates[-1] += sum(stage.on_host for stage in iteration.stages)
 
-    def perf_counter(self) -> float:
-        self._readings += 1
-        now = LATE * self._store.add("late", 0) + 1e-6 * self._readings  # a collective takes some time
-        if self._begins:
-            self._begins = False
-            self._store.set(f"waits {self._step}", "")
-        return now
-
-    def be_late(self) -> None:
-        """Before each forward pass but the first, in which ranks also wait for each other in compiling."""
-        self._step += 1
-        if dist.get_rank() == 0:
-            self._begins = self._step > 1
-        elif self._step > 1:
-            self._store.wait([f"waits {self._step}"])
-            time.sleep(LATE)  # no stage has more time in collectives than it takes
-            self._store.add("late", 1)
-
-
-def waited_for_ranks(seconds: list[dict[str, float]]) -> list[float]:
-    """By rank, how long it waited in the collectives whose seconds these are: the shortest time is the collective's own."""
-    work = sum(min(each[stage] for each in seconds) for stage in seconds[0])
-    return [sum(each.values()) - work for each in seconds]
-
-
-def waiting(options: dict[str, Any]) -> list[list[float]]:
-    """Train while rank 1 is late. Return what the ranks have waited for each other, by rank, in each of the last iterations."""
-    seen: list[list[float]] = []
-    clock = OwnClock()
-
-    def late(model: Any) -> Any:
-        def call(x: Tensor) -> Tensor:
-            told: list[dict[str, float]] = [{}] * COUNT
-            dist.all_gather_object(told, teraio.status()[0].collective_seconds if teraio.status() else {})
-            if all(told):
-                seen.append(waited_for_ranks(told))
-            clock.be_late()
-            return model(x)
-
-        return call
-
+    trace, plan = (str(Path(folder) / f"{what}{dist.get_rank()}.json") for what in ("trace", "plan"))
+    tiers = {"memory_budget": HOST_BUDGET, "host_budget": 64 * MIB}
+    fsdp({**tiers, "trace_out": trace}, steps=4)
+    budgets = planner.Budgets(device_bytes=HOST_BUDGET, host_bytes=64 * MIB)
+    planner.plan(planner.Trace.load(trace), budgets, policy="host-updates").save(plan)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[WorkspaceMeter.__module__], "time", clock)
-        tensor_parallel(options, sequence=False, around=late, steps=6)
-    return seen[-3:]
+        for_each_iteration(patch, counting)
+        found = fsdp({**tiers, "plan": plan}, **training)
+        updates.append(0)
+        return found, continued({**tiers, "plan": plan}, None, str(Path(folder) / "checkpoint")), updates
 
 
-def test_waiting_for_another_rank_is_told_apart_from_collectives(ranks: Ranks, tmp_path: Path) -> None:
-    options = {"memory_budget": BUDGET, "storage": str(tmp_path), "trace_out": str(tmp_path / "trace-{rank}.json")}
-    found = ranks.run(waiting, options)
-    exactly = pytest.approx([LATE, 0.0], abs=1e-3)
-    assert all(waited == exactly for waited in (*found[0], *found[1])), found
-    seconds = [Trace.load(tmp_path / f"trace-{rank}.json").stages for rank in range(COUNT)]
-    assert all(0.0 < sum(stage.collective_seconds for stage in stages) for stages in seconds)
-    waited = waited_for_ranks([{stage.name: stage.collective_seconds for stage in stages} for stages in seconds])
-    assert waited == exactly
+def test_shards_are_updated_on_the_host_as_on_the_device(ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank has elements of its own, so that what it rounds differently no other rank has to follow."""
+    expected = ranks.run(fsdp, None, clip=True)
+    found = ranks.run(updated_on_host, str(tmp_path), clip=True)
+    for (one, (saved, loaded), updates), other in zip(found, expected, strict=True):
+        assert one.phase == "planned", one.waiting_for
+        assert min(updates) > 0, "how many are late, and so run on the device, depends on the machine"
+        assert max(differences(loaded, saved).values(), default=0.0) < 1e-4
+        assert max(differences(one, other).values(), default=0.0) < 1e-4
+        assert one.peak <= HOST_BUDGET
+
+
+def continued(first: Options, then: Options, folder: str) -> list[Found]:
+    """Train, save, and train on; then load into a training with other options, and do the same. Return what both come to."""
+    found = []
+    for options in (first, then):
+        forget()
+        torch.manual_seed(0 if options is first else 1)
+        module = sharded(options)
+        optimizer = adamw(module)
+        batches = torch.randn(8, ROWS_OF_A_BATCH, WIDTH, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
+        for number, batch in enumerate(batches):
+            if number == 6:
+                model_state, optimizer_state = get_state_dict(module, optimizer)
+                state = {"model": model_state, "optimizer": optimizer_state}
+                if options is first:
+                    dcp.save(state, checkpoint_id=folder)
+                else:
+                    dcp.load(state, checkpoint_id=folder)
+                    set_state_dict(module, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+            one_pass(module, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(Found(values=full_parameters(module)))
+        teraio.reset()
+    return found
+
+
+@pytest.mark.parametrize("managed_first", every_other(True, False))
+def test_checkpoints_go_both_ways(ranks: Ranks, tmp_path: Path, managed_first: bool) -> None:
+    managed = {"memory_budget": BUDGET, "storage": str(tmp_path)}
+    pair = (managed, None) if managed_first else (None, managed)
+    for saved, loaded in ranks.run(continued, *pair, str(tmp_path / "checkpoint")):
+        assert max(differences(loaded, saved).values(), default=0.0) < 1e-4
+
+
+def offloaded(folder: str) -> str:
+    """Return the error that a training with FSDP's own offloading ends with."""
+    offloading = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    with pytest.raises(UnsupportedError) as refused:
+        fsdp({"memory_budget": BUDGET, "storage": folder}, settings=offloading, steps=1)
+    return str(refused.value)
+
+
+def test_offloading_by_fsdp_itself_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    assert all("leave out its argument offload_policy" in message for message in ranks.run(offloaded, str(tmp_path)))

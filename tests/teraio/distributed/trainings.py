@@ -258,13 +258,8 @@ def sharded(options: Options, *, wide: int = WIDE, **settings: Any) -> nn.Module
 HALVES = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 
 
-def tensor_parallel(
-    options: Options, *, sequence: bool, around: Callable[[Any], Any] = lambda model: model, **training: Any
-) -> Found:
-    """Each block's first weight is cut by columns and its second by rows. sequence: so is the norm, by rows of the input.
-
-    around: returns what is called instead of the model.
-    """
+def tensor_parallel(options: Options, *, sequence: bool, **training: Any) -> Found:
+    """Each block's first weight is cut by columns and its second by rows. sequence: so is the norm, by rows of the input."""
 
     def make(prepare: Any) -> Made:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -279,7 +274,7 @@ def tensor_parallel(
         for block in module.blocks:
             parallelize_module(block, mesh, plan)
         model = prepare(module)
-        return around(lambda x: full(model(distribute_tensor(x, mesh, [Shard(0)]) if sequence else x))), module, momentum(module)
+        return lambda x: full(model(distribute_tensor(x, mesh, [Shard(0)]) if sequence else x)), module, momentum(module)
 
     return train(make, options, same_rows=True, **training)
 

@@ -117,16 +117,6 @@ def test_a_late_prefetch_becomes_punctual(
     assert running.asked_for(weight) == [corrected]
 
 
-def test_what_waits_for_room_is_not_corrected(training: VirtualTraining) -> None:
-    """Weight 6 finds no room before weight 5 has left."""
-    running = Following(training, (5, 4), (6, 5))
-    training.pager.account.budget_bytes = (STAGES - 1) * 32
-    training.mover.seconds[IN] = 2.5
-    running.run(9)
-    assert max(running.waited) > 0
-    assert running.asked_for(6) == [5] and running.asked_for(5) == [3], "weight 5 waited for its link, weight 6 for room"
-
-
 @pytest.mark.parametrize("options", [{"replan": False}, {"plan": __file__}])
 def test_a_plan_that_is_to_stay_stays(
     training: VirtualTraining, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
@@ -192,25 +182,6 @@ def test_a_plan_that_is_no_better_is_not_taken(training: VirtualTraining, tmp_pa
     running.run(60)
     assert not running.drift.found and len(running.jobs.asked) == 1 and running.asked_for(6) == [6]
     assert Plan.load(tmp_path / "plan.json").trace_fingerprint == running.jobs.asked[0].fingerprint
-
-
-def test_a_plan_that_is_hardly_better_is_not_taken(training: VirtualTraining) -> None:
-    training.mover.seconds[IN] = 0.1
-    running = Following(training, (6, 7))  # asked for when it is needed
-    running.jobs.answers = [plan_for(running.profile.trace, (6, 6))]
-    running.run_at(*[2.0] * 12)
-    assert len(running.jobs.asked) == 1 and running.replans == 0 and running.predicted == pytest.approx(16.1)
-
-
-def test_what_the_new_plan_should_have_asked_for_already_is_asked_for_at_once(training: VirtualTraining) -> None:
-    """The new plan wants weight 2 from the iteration before; the old one has not asked for it yet."""
-    running = Following(training, (2, 2), (6, 7))
-    running.jobs.answers = [plan_for(running.profile.trace, (2, -1), (6, 6))]
-    while running.replans == 0:
-        running.run_at(2.0)
-    before = len(running.waited)
-    running.run(5)
-    assert running.waited[before - 3 : before] == [1.0] * 3 and running.waited[before:] == [0.0] * 5
 
 
 def test_a_solver_that_fails_changes_nothing(training: VirtualTraining, caplog: pytest.LogCaptureFixture) -> None:
@@ -401,40 +372,3 @@ def test_stages_are_timed_in_few_iterations(training: VirtualTraining, marks: Ma
     before = marks.count
     training.iteration()
     assert marks.count - before == ALL, "no plan is followed"
-
-
-@pytest.mark.parametrize("moves", [True, False])
-def test_drift_is_noticed_where_few_stages_are_timed(training: VirtualTraining, marks: Marks, moves: bool) -> None:
-    """Whether a link or the stages get slower: as soon as if all stages were timed, but for the time until there are enough."""
-    running = Following(training, (2, 2), (3, 3))
-    running.jobs.answers = [None]
-    running.run(30)
-    if moves:
-        training.mover.seconds[IN] = 9.0
-    else:
-        training.stage_seconds = [2.0] * STAGES
-    noticed = 0
-    while not running.jobs.asked:
-        running.run()
-        noticed += 1
-    assert noticed <= 12
-    (trace,) = running.jobs.asked
-    links = {link.name: link.bytes_per_second for link in trace.hardware.links}
-    assert links[IN] == pytest.approx(32 / 9.0 if moves else 32)
-    assert trace.ideal_seconds == pytest.approx(8.0 if moves else 16.0)
-    running.run(2)
-    assert set(marks.of(running, 6)) == {ALL} and FEW in marks.of(running, 8), "what the new plan promises is checked first"
-
-
-def test_drift_of_stages_that_costs_no_time_is_noticed_too(training: VirtualTraining, marks: Marks) -> None:
-    """Stages get faster, but the iteration waits for its copy all the longer: only timed iterations show it."""
-    training.mover.seconds[IN] = 10.0
-    running = Following(training, (6, 6))
-    running.jobs.answers = [None]
-    before = running.predicted
-    running.run(30)
-    training.mover.seconds[IN] = before
-    for _ in range(60):
-        if not running.jobs.asked:
-            running.run_at(0.5)
-    assert len(running.jobs.asked) == 1 and running.jobs.asked[0].ideal_seconds == pytest.approx(4.0)

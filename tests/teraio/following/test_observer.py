@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 
-from planner import Move, Prefetch
+import planner
+from planner import Budgets, Plan, Recompute, Trace, plan, with_shorter
 from runtime.device import CpuDevice, WallMark
+from runtime.execution import SizedGraph, StageRerun
+from runtime.paging import Block
 from teraio.following import StageSchedule
-from teraio.profiling import Iteration, recorder
+from teraio.following.thinned import ThinnedPlans
+from teraio.profiling import Iteration, Profile, Region, recorder
 
-from ..virtual import STAGES, VirtualTraining, plan_for, stage_run
-from .recorded import BACKWARD, EVALUATION, FORWARD, SECOND, STEP, WEIGHT, Training, lay_out, move, schedule_of
+from ...planner.traces import hand, varying
+from ..virtual import STAGES, VirtualTraining, profile_of
+from .recorded import BACKWARD, EVALUATION, FIRST, FORWARD, SECOND, STEP, WEIGHT, Training, lay_out, move, schedule_of
 
 
 def recorded_twice() -> tuple[Training, Iteration]:
@@ -33,12 +40,6 @@ def planned() -> Training:
 @pytest.fixture
 def virtual(monkeypatch: pytest.MonkeyPatch) -> VirtualTraining:
     return VirtualTraining(monkeypatch)
-
-
-def follow_by_hand(training: VirtualTraining, *fetched: tuple[int, int]) -> None:
-    profile = training.profile()
-    schedule = StageSchedule.of(profile, plan_for(profile.trace, *fetched))
-    training.observer.plan.follow(schedule, {number: block for block, number in profile.ids.items()})
 
 
 AS_PLANNED = ({"backward 0": ["activation0"]}, ["out activation0", "out weight", "in weight", "out weight", "in weight"])
@@ -73,22 +74,6 @@ def test_blocks_are_recognised_by_their_order_and_their_next_use_is_known() -> N
     assert training.weight.next_use == training.pager.account.clock + 2, "over the iteration's end, to position 1"
 
 
-def test_uses_within_the_region_come_first() -> None:
-    training = Training()
-    training.observer.region_begins(FORWARD, 3)
-    run = stage_run("x", read=[training.weight], next_uses=lambda: {training.weight: 2})
-    training.observer.stage_ended(run)
-    assert training.weight.next_use == training.pager.account.clock + 2
-
-
-def test_a_region_that_failed_is_not_complete() -> None:
-    training, _ = recorded_twice()
-    training.region(FORWARD)
-    training.region(BACKWARD, fails_at=1)
-    training.region(STEP)
-    assert [r.complete for r in training.observer.iteration_ends().regions] == [True, False, True]
-
-
 def test_a_long_row_of_inference_is_left_out_and_counts_as_user_code() -> None:
     training = Training()
     training.iteration()
@@ -106,27 +91,6 @@ def test_a_long_row_of_inference_is_left_out_and_counts_as_user_code() -> None:
     assert following.complete and following.signature != recorded.signature, "a plan for one is none for the other"
 
 
-def test_the_time_of_inference_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(CpuDevice, "mark", lambda device: WallMark(now))
-    training = Training()
-    training.region(FORWARD)
-    for _ in range(100):
-        now += 1.0
-        training.region(EVALUATION)
-    now += 1.0
-    training.region(STEP)
-    recorded = training.observer.iteration_ends()
-    assert [each.stages[0].seconds for each in recorded.regions] == [0.0, 101.0] and recorded.seconds == 101.0
-
-
-def test_a_short_inference_pass_is_part_of_the_iteration() -> None:
-    training = Training()
-    recorded = [training.iteration((EVALUATION, FORWARD, BACKWARD, STEP)) for _ in range(2)]
-    assert all(each.complete for each in recorded)
-    assert recorded[0].signature == recorded[1].signature and recorded[0].signature[0] == (EVALUATION, 4)
-
-
 def test_iterations_that_never_end_are_recorded_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "_MOST_STAGES", 100)
     training = Training()
@@ -136,14 +100,6 @@ def test_iterations_that_never_end_are_recorded_up_to_a_limit(monkeypatch: pytes
     assert recorded.truncated and len(recorded.stages) == recorded.stage_count == 99
     following = training.iteration()
     assert following.complete and following.stage_count == 8
-
-
-def test_survivors_are_what_lives_when_the_next_iteration_begins() -> None:
-    training = Training()
-    training.regions(FORWARD, BACKWARD, STEP, FORWARD)  # its activations live on: there was no backward for them
-    before = training.observer.iteration_ends()
-    training.iteration()
-    assert before.survivors == {(3, 0), (3, 1)}
 
 
 def test_waiting_at_the_end_of_a_region_is_not_the_user_s_time(virtual: VirtualTraining) -> None:
@@ -181,22 +137,6 @@ def test_what_is_in_no_stage_is_waiting_on_an_asynchronous_device(
     assert [stage.seconds for stage in recorded.stages] == [0.0] + [1.0] * STAGES
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_stage_that_takes_far_longer_than_those_alike_has_waited_on_an_asynchronous_device(
-    monkeypatch: pytest.MonkeyPatch, virtual: VirtualTraining, asynchronous: bool
-) -> None:
-    """The allocator has taken memory away in the third stage of a kind; there is only one stage of the last kind."""
-    monkeypatch.setattr(CpuDevice, "asynchronous", asynchronous)
-    virtual.codes = ["a layer"] * (STAGES - 1) + ["the head"]
-    virtual.stage_seconds = [1.0, 1.25, 9.0, *[1.0] * (STAGES - 4), 5.0]
-    virtual.iteration()
-    recorded = virtual.iteration()
-    recorded.read_times()
-    third, waited = (1.0, 8.0) if asynchronous else (9.0, 0.0)
-    assert [stage.seconds for stage in recorded.stages] == [0.0, 1.0, 1.25, third, *[1.0] * (STAGES - 4), 5.0]
-    assert (recorded.seconds, recorded.waited_seconds) == (sum(virtual.stage_seconds), waited)
-
-
 def test_stages_in_which_the_allocator_took_memory_away_take_what_is_known_of_them(
     monkeypatch: pytest.MonkeyPatch, virtual: VirtualTraining
 ) -> None:
@@ -216,42 +156,6 @@ def test_stages_in_which_the_allocator_took_memory_away_take_what_is_known_of_th
     recorded.correct([0.25] * (STAGES + 1))
     assert (head.seconds, head.retried, recorded.waited_seconds - waited) == (0.25, False, 4.75)
     assert recorded.stages[1].seconds == 0.5, "nothing else is corrected"
-
-
-def test_what_the_allocator_did_in_iterations_without_times_is_not_a_later_stage_s(
-    monkeypatch: pytest.MonkeyPatch, virtual: VirtualTraining
-) -> None:
-    retries = 0
-    monkeypatch.setattr(CpuDevice, "asynchronous", True)
-    monkeypatch.setattr(CpuDevice, "retries", property(lambda device: retries))
-    recorder = virtual.observer.recorder
-    recorder.sampled = True
-    virtual.iteration()
-    while not recorder._iteration.timed:
-        retries += 1
-        virtual.iteration()
-    recorded = virtual.iteration()
-    assert recorded.timed and retries > 1 and not any(stage.retried for stage in recorded.stages)
-
-
-def test_late_blocks_are_recorded_where_they_were_waited_for(virtual: VirtualTraining) -> None:
-    follow_by_hand(virtual, (3, 3), (6, 6))
-    virtual.iteration()
-    virtual.mover.seconds["storage->device"] = 1.75
-    recorded = virtual.iteration()
-    late = {stage.name: stage.late for stage in recorded.stages if stage.late}
-    assert late == {"forward/3": ((3, 0.75),), "forward/6": ((6, 0.75),)}
-    assert recorded.waited_seconds == 1.5
-
-
-def test_what_a_stage_that_failed_waited_for_is_not_the_next_one_s(virtual: VirtualTraining) -> None:
-    follow_by_hand(virtual, (3, 3))
-    virtual.iteration()
-    virtual.pager.prefetch(virtual.weights[3])
-    virtual.pager.acquire([virtual.weights[3]], 0, "a stage that fails")
-    virtual.pager.retire([virtual.weights[3]], [])
-    recorded = virtual.iteration()
-    assert recorded.waited_seconds == 1.0 and all(stage.late == () for stage in recorded.stages)
 
 
 # -- following a plan
@@ -302,87 +206,125 @@ def test_after_an_odd_iteration_the_next_one_is_in_step(planned: Training, odd: 
     assert planned.asked() == AS_PLANNED and planned.observer.plan.deviations == before
 
 
-def test_a_plan_applies_again_after_regions_without_a_record(planned: Training) -> None:
-    for _ in range(100):
-        planned.region(EVALUATION)
-    planned.asked()
-    planned.iteration()
-    fetched, asked = planned.asked()
-    assert fetched == AS_PLANNED[0] and asked[-5:] == AS_PLANNED[1]
+# -- where re-runs have their places: numbers, what is dropped and when, and what the recorder asks for
 
 
-def test_a_plan_that_begins_in_the_middle_of_an_iteration() -> None:
-    training, recorded = recorded_twice()
-    training.region(FORWARD)
-    training.follow(lay_out(recorded), {WEIGHT: training.weight})
-    training.regions(BACKWARD, STEP)
-    training.observer.iteration_ends()
-    training.asked()
+class Dropping(Training):
+    """Notes drops, and runs what is due before a backward stage. Each re-run waits half a second for the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: list[tuple[Block, float]] = []
+        self.pager.take_late = self.take_late  # type: ignore[method-assign]
+        self.pager.drop = lambda block: self.pager.asked.append(f"drop {block.name}")  # type: ignore[method-assign]
+        self.ran: list[tuple[str, list[str], list[str]]] = []
+        self.kept_stages: list[list[int]] = []
+
+    def take_late(self) -> list[tuple[Block, float]]:
+        late, self.late = self.late, []
+        return late
+
+    def run_due(self, stage: str) -> None:
+        for made, fetch in self.observer.reruns_due():
+            self.late.append((self.weight, 0.5))
+            self.ran.append((stage, [b.name for b in made], [b.name for b in fetch]))
+            again = StageRerun(name="forward/0", begin=WallMark(0.0), end=WallMark(0.25), made=made)
+            self.observer.stage_ran_again(again)
+
+    def _stage(self, identity: str, number: int) -> None:
+        if number == 0:
+            self.kept_stages.append(sorted(self.observer.kept_stages() or ()))
+        super()._stage(identity, number)
+
+
+def with_rerun(training: Dropping, moves: Sequence[planner.Move] = ()) -> None:
+    """Follow a plan: positions 0 user, 1-2 forward, 3 user, 4-5 backward, 6 user, 7 step; stage 1 runs again before 5."""
     training.iteration()
-    assert training.asked() == AS_PLANNED
-
-
-@pytest.mark.parametrize("extra", [None, EVALUATION])
-def test_an_iteration_as_planned_without_times_is_not_looked_through_again(
-    monkeypatch: pytest.MonkeyPatch, planned: Training, extra: str | None
-) -> None:
-    """Its blocks keep the uses of the iteration before. One that ran otherwise is looked through."""
-    monkeypatch.setattr(CpuDevice, "asynchronous", True)
-    training = planned
-    training.observer.recorder.sampled = True
-    training.iteration()
-    training.region(FORWARD)
-    if extra is not None:
-        training.region(extra)
-    training.regions(BACKWARD, STEP)
-    first, second = training.observer.recorder._iteration.regions[0].made
-    known = training.weight.uses
-    done = training.observer.iteration_ends()
-    assert not done.timed
-    if extra is None:
-        assert training.weight.uses is known == (1, 2, 4, 5, 7) and (first.uses, second.uses) == ((1, 5), (2, 4))
-        assert not done.held
-    else:
-        assert training.weight.uses == (1, 2, 4, 5, 6, 8, 9, 11) and (first.uses, second.uses) == ((1, 9), (2, 8))
-        assert training.weight in done.held
-
-
-def test_what_leaves_after_user_code_leaves_when_the_next_region_begins() -> None:
-    training, recorded = recorded_twice()
-    moved = move(WEIGHT, after=2, start=3, fetch=4, before=4)  # 3 is user code
-    training.follow(schedule_of(recorded, moved), {WEIGHT: training.weight})
-    training.region(FORWARD)
-    assert training.asked() == ({}, [])
-    training.region(BACKWARD)
-    assert training.asked() == ({"backward 0": ["weight"]}, ["out weight"])
-
-
-def test_more_and_fewer_accumulation_steps() -> None:
-    training = Training()
-    twice = (FORWARD, BACKWARD, FORWARD, BACKWARD, STEP)
-    training.iteration(twice)
-    recorded = training.iteration(twice)
-    moves = (move(WEIGHT, after=2, start=2, fetch=4, before=4), move(WEIGHT, after=8, start=8, fetch=10, before=10))
-    training.follow(schedule_of(recorded, *moves), {WEIGHT: training.weight})
-    expected = ({"backward 0": ["weight", "weight"]}, ["out weight", "out weight"])
-    training.iteration(twice)
-    fetched, asked = training.asked()
-    assert asked == expected[1] and list(fetched) == ["backward 0"]
-    training.iteration((FORWARD, BACKWARD, STEP))
-    assert training.asked()[1] == ["out weight"] and training.observer.plan.deviations == 1
-    training.iteration((FORWARD, BACKWARD) * 3 + (STEP,))
-    assert training.asked()[1].count("out weight") >= 2
-    training.iteration(twice)
-    assert training.asked()[1] == expected[1]
-
-
-def test_moves_that_run_over_the_end_are_laid_out_from_the_beginning() -> None:
-    _, recorded = recorded_twice()
-    moves = (
-        move(WEIGHT, after=7, start=8, fetch=9, before=9),
-        Move(block=SECOND, after=2, before=4, tier="storage", offload=None, prefetch=Prefetch(start=3, ready_by=4)),
+    recorded = training.iteration()
+    profile = profile_of([recorded])
+    group = planner.RecomputeGroup(id=0, stage=1, blocks=(FIRST,), reads=(WEIGHT,), duration_seconds=0.25, workspace_bytes=0)
+    profile = replace(profile, trace=profile.trace.model_copy(update={"recompute": (group,)}))
+    plan = Plan(
+        trace_fingerprint="",
+        policy="by hand",
+        budgets=Budgets(device_bytes=0),
+        moves=tuple(moves),
+        recompute=(Recompute(group=0, at=5),),
     )
-    schedule = schedule_of(recorded, *moves)
-    leave = {p: ids for p, ids in enumerate(schedule.leave_after) if ids}
-    fetch = {p: ids for p, ids in enumerate(schedule.fetch_at) if ids}
-    assert leave == {0: ((WEIGHT, "storage"),), 2: ((SECOND, "storage"),)} and fetch == {1: (WEIGHT,), 3: (SECOND,)}
+    training.follow(StageSchedule.of(profile, plan), {WEIGHT: training.weight})
+
+
+def test_the_recorder_drops_and_runs_again_by_the_plan() -> None:
+    """What a re-run waits for is late at its place, so that it is fetched earlier from then on."""
+    training = Dropping()
+    with_rerun(training)
+    done = training.iteration()
+    _, asked = training.asked()
+    assert [each for each in asked if each.startswith("drop")] == ["drop activation0"]
+    assert training.ran == [("backward 1", ["activation0"], [])]
+    assert training.kept_stages[-3:] == [[0], [], []]
+    assert [(again.position, again.seconds, again.made_bytes) for again in done.reruns] == [(5, 0.25, 64)]
+    assert [len(region.stages) for region in done.regions] == [3, 3, 2], "a re-run is no stage of the record"
+
+    assert not any(stage.late for stage in done.stages)
+    assert training.observer.plan.schedule is not None
+    assert training.observer.plan.schedule.reruns.late(done) == {(WEIGHT, 5): 0.5}
+
+
+def test_moves_count_reruns_as_stages() -> None:
+    training = Dropping()
+    with_rerun(training, [move(WEIGHT, after=4, start=5, fetch=6, before=8), move(SECOND, after=2, start=2, fetch=5, before=6)])
+    training.iteration()
+    fetched, asked = training.asked()
+    assert training.ran[-1] == ("backward 1", ["activation0"], ["activation1"]), "fetched while the stage runs again"
+    assert fetched == {"backward 1": ["weight"]}
+    assert asked == ["drop activation0", "out activation1", "out weight"]
+
+
+# -- what moves with shorter inputs: by the longest inputs of the iteration so far
+
+
+def profile_of_length(trace: Trace, length: int) -> Profile:
+    """Of a run of a graph that takes batches of 3, and then of an optimizer."""
+    regions = [Region(identity=SizedGraph(0, (3, length)), first=0), Region(identity="optimizer", first=1)]
+    return Profile(trace=trace, iteration=Iteration(number=0, regions=regions), ids={})
+
+
+def thinned(trace: Trace, made: Plan) -> ThinnedPlans:
+    return ThinnedPlans(profile_of_length(trace, 10), made)
+
+
+def test_the_longest_microbatch_so_far_says_what_moves() -> None:
+    trace = varying(hand("chain"), places=(1,))
+    made = with_shorter(plan(trace, Budgets(device_bytes=20)), trace, (8, 4))
+    follows = thinned(trace, made)
+
+    def moves(graph: object, *, begins: bool = False) -> int | None:
+        """How many moves the schedule has that stands for the plan's own."""
+        found = follows.schedule_for(graph, begins=begins)
+        return None if found is None else sum(map(len, found.leave_after))
+
+    assert [each.sizes for each in made.shorter] == [(8,), (4,)] and made.moves
+    assert moves(SizedGraph(0, (3, 4)), begins=True) == moves(SizedGraph(0, (3, 2)), begins=True) == 0
+    assert moves(SizedGraph(1, (3, 9))) == moves("optimizer") == 0, "other graphs say nothing, and change nothing"
+    assert moves(SizedGraph(0, (3, 7))) == moves(SizedGraph(0, (3, 2))) == len(made.moves), "the longest so far has 7"
+    assert moves(SizedGraph(0, (3, 9))) is None and moves(SizedGraph(0, (3, 2))) is None
+    assert moves(SizedGraph(0, (3, 2)), begins=True) == 0
+    assert moves("teacher", begins=True) is None, "nothing is known of this iteration yet"
+
+
+def test_what_the_plan_of_other_inputs_brings_as_an_iteration_begins_comes_then() -> None:
+    training = Training()
+    training.iteration()
+    recorded = training.iteration()
+    training.follow(lay_out(recorded), {WEIGHT: training.weight})
+    later = schedule_of(recorded, move(WEIGHT, after=7, start=7, fetch=9, before=9))
+    follows = mock.Mock(spec=ThinnedPlans)
+    training.observer.plan.thinned = follows
+    asked = []
+    for schedule in (later, later, None):
+        follows.schedule_for.return_value = schedule
+        training.iteration()
+        asked.append(training.asked())
+    assert asked[1] == ({"forward 0": ["weight"]}, ["out weight"]), "at position 1 of 0 to 7"
+    assert asked[2][1][0] == "in weight", "at position 0, where the iteration before did not ask for it"

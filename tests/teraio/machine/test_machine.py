@@ -42,9 +42,7 @@ AT_OTHER_MOMENTS = {0: seen(1)[0], 1: seen(1, free=900)[0]}
     [
         # on the CPU, the default is a share of what is available; a share that is given is of that and of what ranks have
         (Options(storage=DRIVE), 0, seen(2), 450, None, 500),
-        (Options(storage=DRIVE), 0, seen(4), 225, None, 250),
         (Options(storage=DRIVE, memory_budget=Share(0.5)), 1, seen(2), 300, None, 500),
-        (Options(storage=DRIVE, memory_budget=77), 1, seen(2), 77, None, 500),
         # one process alone has all of it
         (Options(storage=DRIVE), 0, seen(1), 900, None, None),
         (Options(storage=DRIVE, memory_budget=Share(0.5)), 0, seen(1), 550, None, None),
@@ -52,11 +50,9 @@ AT_OTHER_MOMENTS = {0: seen(1)[0], 1: seen(1, free=900)[0]}
         (Options(), 0, seen(1), None, None, None),
         # the memory of a GPU is not divided
         (Options(storage=DRIVE), 1, on_gpus(2), 630, None, 500),
-        (Options(storage=DRIVE, memory_budget=Share(0.5)), 1, on_gpus(2), 400, None, 500),
         (Options(storage=DRIVE, memory_budget=77), 1, on_gpus(2), 77, None, 500),
         (Options(), 0, on_gpus(1), None, None, None),
         # a host tier that nobody asked for is a share on GPUs
-        (Options(memory_budget=100), 0, on_gpus(1), 100, 500, None),
         (Options(memory_budget=100), 0, on_gpus(4), 100, 125, None),
         # drives are divided among those that use them, in equal shares: plans are for budgets, and equal ranks follow one plan
         (Options(storage=DRIVE), 1, OTHER_DRIVES, 630, None, None),
@@ -118,12 +114,7 @@ def test_memory_budgets_on_cpu_that_do_not_fit_together_are_warned_of(caplog: py
     budgets.resolve_budgets(options, 0, on_gpus(2, memory_budget=601))
     assert not caplog.records, "rank 0 tells, and on a GPU they are budgets of other memory"
     budgets.resolve_budgets(options, 0, seen(2, memory_budget=601))
-    budgets.resolve_budgets(options, 0, seen(2, memory_budget=590, host_budget=20))
-    told = [record.message for record in caplog.records]
-    assert [text.split("may fill ")[1].split("; ")[0] for text in told] == [
-        "1,202 bytes of main memory together, but have 1,200",
-        "1,220 bytes of main memory together, but have 1,200",
-    ]
+    assert "1,202 bytes of main memory together, but have 1,200" in caplog.text
 
 
 # -- the machine: what the trace says of it follows from what was measured, and from the way that was taken

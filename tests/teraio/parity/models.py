@@ -147,14 +147,14 @@ class Chain(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Convolutions with batch norm, smooth throughout: images [batch, 3, 48, 48] to logits [batch, 10]."""
+    """Convolutions with batch norm, smooth throughout: images [batch, 3, height, width] to logits [batch, 10]."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 7) -> None:
         super().__init__()
         self.features = nn.Sequential(
             *(
                 nn.Sequential(nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.GELU())
-                for channels in (3, 16, 16, 16, 16, 16, 16)
+                for channels in (3, *[16] * (depth - 1))
             )
         )
         self.head = nn.Linear(16, 10)

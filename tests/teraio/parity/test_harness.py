@@ -61,20 +61,15 @@ def within(result: Result) -> None:
     ("check", "status", "message"),
     [
         (within, Reported(device_peak_bytes=101), "device peak 101 against a budget of 100"),
-        (within, Reported(device_peak_bytes=0), "device peak 0"),
-        (within, Reported(device_budget_bytes=200), "budget 200, not 100"),
         (within, Reported(moved_bytes={OUT: 0, IN: 1}), f"nothing moved {OUT}"),
-        (within, Reported(moved_bytes={OUT: 1, IN: 0}), f"nothing moved {IN}"),
-        (within, None, "no runtime"),
         (check_planned, Reported(phase="demand"), "no plan took over; phases after each step: .*demand"),
-        (check_planned, Reported(predicted_iteration_seconds=None), "predicts no duration"),
         (check_planned, Reported(), "nothing came back by the plan"),
     ],
 )
 def test_a_broken_budget_and_a_run_without_a_plan_are_seen(
-    check: Callable[[Result], None], status: Reported | None, message: str
+    check: Callable[[Result], None], status: Reported, message: str
 ) -> None:
     before = Result((), (), (), {}, ((Reported(),),))
     within(before)
     with pytest.raises(AssertionError, match=message):
-        check(replace(before, progress=((Reported(),), () if status is None else (status,))))
+        check(replace(before, progress=((Reported(),), (status,))))

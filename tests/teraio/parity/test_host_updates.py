@@ -19,8 +19,7 @@ import planner
 from planner.errors import StorageError
 from runtime.paging import Pager, State
 from teraio.optimizer import OptimizerFacts, subgroup_steps
-from teraio.optimizer.host import HostUpdate, HostUpdates
-from teraio.profiling import Iteration
+from teraio.optimizer.host import HostUpdate
 
 from ...thoroughness import by_profile
 from ...training import known_blocks
@@ -92,20 +91,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostUpdate, "run", counting)
 
 
-def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[float | None]:
-    """Make each update take so much longer. Returns what those that have ended have taken."""
-    run = HostUpdate.run
-    done: list[float | None] = []
-
-    def slow(self: HostUpdate, *args: Any) -> float | None:
-        time.sleep(seconds)
-        done.append(run(self, *args))
-        return done[-1]
-
-    monkeypatch.setattr(HostUpdate, "run", slow)
-    return done
-
-
 def check_near(found: Result, expected: Result, tolerance: float = TOLERANCE) -> None:
     ours, theirs = found.named(), expected.named()
     assert ours.keys() == theirs.keys()
@@ -124,31 +109,6 @@ def test_all_optimizers(kind: str, tmp_path: Path) -> None:
     check_near(found, expected)
     assert len(updates) > STEPS, "more than one in each planned step"
     assert found.status.deviations == 0
-
-
-def test_some_here_some_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters are asked for back when the plan expects them to be updated, which may be too early; and waiting is no work."""
-    done = slow_down(monkeypatch, 0.02)
-    begin = HostUpdates.begin
-    begun: list[bool] = []
-    waited: list[tuple[float, int]] = []
-
-    def noting(self: HostUpdates, *args: Any) -> HostUpdate | None:
-        update = begin(self, *args)
-        begun.append(update is not None)
-        return update
-
-    def ending(iteration: Iteration) -> None:
-        count = sum(stage.on_host for stage in iteration.stages)
-        if count:
-            waited.append((iteration.waited_seconds, count))
-
-    monkeypatch.setattr(HostUpdates, "begin", noting)
-    for_each_iteration(monkeypatch, ending)
-    expected, found = on_host(small("AdamW", steps=16, layers=4), tmp_path, policy="stride-2")
-    check_near(found, expected)
-    assert sum(begun) > 12 and len(done) == sum(begun) and None not in done
-    assert waited and all(seconds > 0.01 * count for seconds, count in waited)
 
 
 def test_groups_clipping_a_schedule_and_accumulated_gradients(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ OFF = {"optimizer": "off"}
 def case(
     kind: str, dtype: torch.dtype, steps: int, *, how: str, model: Callable[[int], nn.Module] = Layers, planned: bool = False
 ) -> Case:
-    """how: "clones" trains by the textbook loop, "masters" by teraio's, and "turning" without either for the first half."""
+    """how: "clones" trains by the textbook loop, "masters" by teraio's."""
 
     def make_batches(count: int) -> list[Tensor]:
         return [x.to(dtype) for x in small(kind).make_batches(count)]
@@ -41,11 +41,11 @@ def case(
             teraio.manage_optimizer(optimizer, master_weights=True)
         return optimizer
 
-    step = partial(textbook if how == "clones" else ours, steps=steps, turning=how == "turning")
+    step = partial(textbook if how == "clones" else ours, steps=steps)
     return small(make, step=step, steps=steps, make_batches=make_batches, model=model, planned=planned)
 
 
-def textbook(run: Run, x: Tensor, index: int, *, steps: int, turning: bool) -> None:
+def textbook(run: Run, x: Tensor, index: int, *, steps: int) -> None:
     run.backward(x)
     masters = run.optimizer.param_groups[0]["params"]
     with torch.no_grad():
@@ -61,9 +61,7 @@ def textbook(run: Run, x: Tensor, index: int, *, steps: int, turning: bool) -> N
                 record(run, number, {**run.optimizer.state[master], "master_param": master})
 
 
-def ours(run: Run, x: Tensor, index: int, *, steps: int, turning: bool) -> None:
-    if turning and index == steps // 2:
-        teraio.manage_optimizer(run.optimizer, master_weights=True)
+def ours(run: Run, x: Tensor, index: int, *, steps: int) -> None:
     one_update(run, x, index)
     if index == steps - 1:
         for number, parameter in enumerate(run.module.parameters()):
@@ -110,14 +108,6 @@ def test_by_a_plan(tmp_path: Path) -> None:
     check(found, train(case("AdamW", BF16, 14, how="clones"), options=OFF))
     assert found.status.phase == "planned" and found.status.deviations <= 1
     assert masters_away(found) >= 2 and found.status.device_peak_bytes <= 11 * MIB
-
-
-def test_masters_from_the_middle_of_a_training_on(tmp_path: Path) -> None:
-    """States that wait elsewhere are cast as well; the budget holds all the same."""
-    turning = case("AdamW", BF16, 12, how="turning")
-    found = train(turning, options=budgeted_options(turning, tmp_path, budget=12 * MIB))
-    check(found, train(turning, options={**OFF, "profile_iterations": 1000}))
-    assert found.status.device_peak_bytes <= 12 * MIB and len(found.moved_states) >= 2
 
 
 def test_subgroups_that_update_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,18 +90,6 @@ def test_with_a_host_tier(tmp_path: Path) -> None:
     assert all(trace.stages[subgroup.stage].name.startswith("backward/update.") for subgroup in trace.subgroups)
 
 
-def kept_once(run: Run, x: Tensor, index: int) -> None:
-    """One pass keeps its graph, when a plan is followed."""
-    run.backward(x, retain_graph=index == 14)
-    run.update()
-
-
-def test_one_pass_in_the_ordinary_order_deviates_from_the_plan(tmp_path: Path) -> None:
-    result = check_states(net("AdamW", 3, True, step=kept_once, steps=18), tmp_path, states=1, overlap_step=True)
-    assert set(result.left_over[WATCHED:14]) == set(result.left_over[15:]) == {0} and result.left_over[14] == 12
-    assert result.status.deviations == 2, "the backward graph, and the step"
-
-
 def test_compiled_by_inductor(tmp_path: Path) -> None:
     case = replace(small("AdamW", planned=True, steps=10), options={"codegen": "inductor"})
     assert overlapped(check_states(case, tmp_path, states=1, codegen="inductor", overlap_step=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import random
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,16 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD
 
 import teraio
 from planner import Plan, Trace
-from teraio.profiling import Iteration, IterationBorder, PeakWatch, Region, StageRecord, profiler, times_agree
+from teraio.profiling import Iteration, IterationBorder, PeakWatch, Region, StageRecord, profiler
 
-from ...training import MIB, Training, begin, blocks, mean_square_step, unequal
+from ...training import MIB, Training, begin, mean_square_step, unequal
 
 
 def weight() -> nn.Parameter:
@@ -44,11 +41,6 @@ def test_the_first_optimizer_ends_iterations(border: IterationBorder) -> None:
     assert ends(border, generator, *[critic] * 5, generator) == [True, *[False] * 5, True]
     border, optimizers = IterationBorder(), [SGD([weight()]) for _ in range(12)]
     assert ends(border, *optimizers * 7) == [True, *[False] * 11] * 7
-
-
-def test_an_optimizer_that_is_no_longer_used(border: IterationBorder) -> None:
-    first, other = SGD([weight()]), SGD([weight()])
-    assert ends(border, first, *[other] * 7) == [True, *[False] * 5, True, True]
 
 
 def test_optimizers_over_the_same_parameters(border: IterationBorder) -> None:
@@ -90,25 +82,8 @@ def infer(border: IterationBorder, count: int) -> list[bool]:
     return found
 
 
-def test_passes_end_iterations_where_nothing_steps(border: IterationBorder) -> None:
-    assert border.waiting_for is not None and border.waiting_for.endswith("(0 passes so far)")
-    assert passes(border, 7, graphs=("first", "second")) == [False] * 4 + [True] * 3
-    assert border.waiting_for is None
-
-
 def test_passes_that_leave_gradients_may_have_one_update(border: IterationBorder) -> None:
     assert passes(border, 40, left=True) == [False] * 32 + [True] * 8
-
-
-def test_a_first_graph_that_never_runs_again(border: IterationBorder) -> None:
-    """It was compiled for one batch size, say."""
-    assert passes(border, 1, graphs=("first shape",)) == [False]
-    assert passes(border, 12) == [False] * 8 + [True] * 4, "five others, and four to be sure"
-
-
-def test_evaluation_ends_nothing_where_the_model_trains(border: IterationBorder) -> None:
-    assert not any(border.ends_before("model", gradients_left=lambda: False) for _ in range(9))
-    assert not any(infer(border, 40))
 
 
 def test_passes_of_inference_end_iterations_where_nothing_trains(border: IterationBorder) -> None:
@@ -117,14 +92,6 @@ def test_passes_of_inference_end_iterations_where_nothing_trains(border: Iterati
     assert passes(border, 7) == [False] * 4 + [True] * 3, "it was an evaluation"
     assert not any(infer(border, 40))
     assert ends(border, optimizer) == [True] and not any(infer(border, 40))
-
-
-def test_steps_take_over_from_passes_and_the_user_from_both(border: IterationBorder) -> None:
-    optimizer = SGD([weight()])
-    assert passes(border, 5)[-1]
-    assert ends(border, optimizer) == [True] and not any(passes(border, 9))
-    border.tell()
-    assert ends(border, optimizer) == [False] and not any(passes(border, 9)) and border.waiting_for is None
 
 
 # -- what a stage takes while nothing disturbs it, and whether enough measurements say so
@@ -146,39 +113,12 @@ def iterations(*seconds: tuple[float, ...], phase: str = "forward") -> list[Iter
     [
         (iterations((1.0, 4.0), (1.2, 5.0), (1.1, 4.1)), [1.1, 4.1]),  # like ones give their median
         (iterations((1.0, 9.0), (7.0, 4.0), (1.2, 4.4)), [1.1, 4.2]),  # a disturbance may begin and end within an iteration
-        (iterations((8.0,), (1.0,), (7.0,)), [1.0]),
         (iterations((0.1,), (7.0,), (8.0,), phase="user"), [7.0]),  # user code does not do the same each time
         (iterations((0.0, -1e-9), (0.0, 0.0), (1.0, 1e-9)), [0.0, -1e-9]),  # clocks of little precision
     ],
 )
 def test_disturbed_measurements_do_not_count(measured: list[Iteration], found: list[float]) -> None:
     assert profiler._stage_seconds(measured) == pytest.approx(found)
-
-
-@given(st.lists(st.floats(0.9, 1.1), min_size=2, max_size=9), st.lists(st.floats(2.0, 1e6), max_size=9), st.randoms())
-def test_any_number_of_disturbed_measurements(alike: list[float], disturbed: list[float], random: object) -> None:
-    """However many: the result lies between the undisturbed ones. Two of these are enough to be sure."""
-    times = [*alike, *disturbed]
-    random.shuffle(times)  # type: ignore[attr-defined]
-    measured = iterations(*[(seconds,) for seconds in times])
-    (found,) = profiler._stage_seconds(measured)
-    assert min(alike) <= found <= max(alike)
-    assert times_agree(measured)
-
-
-@pytest.mark.parametrize(
-    ("measured", "agree"),
-    [
-        (iterations((10.0, 1.0), (10.0, 9.0), (10.0, 0.1)), True),  # 1 s of 11 may be in doubt, not 2 of 12
-        (iterations((10.0, 2.0), (10.0, 9.0), (10.0, 0.1)), False),
-        (iterations((1.0,), (2.0,), (4.0,)), False),
-        (iterations((1.0,), (2.0,), (4.0,), (1.1,)), True),
-        (iterations((1.0,), (2.0,), (4.0,), phase="user"), True),  # user code is not asked to agree
-        (iterations((1.0,), (9.0,)), True),  # who asks for two gets two
-    ],
-)
-def test_whether_times_agree(measured: list[Iteration], agree: bool) -> None:
-    assert times_agree(measured) is agree
 
 
 # -- an iteration that takes more than the budget is noticed, whatever else the process has allocated and frees
@@ -316,14 +256,6 @@ def test_a_promise_that_does_not_fit_is_told_before_training(tmp_path: Path, cap
     assert "inputs as large as promised (torch._dynamo.mark_dynamic) would not fit" in caplog.text
 
 
-def test_a_curriculum_is_followed_by_one_plan_after_another(tmp_path: Path) -> None:
-    """Inputs grow by a tenth every two iterations. The plan for smaller ones is followed while the next one is made."""
-    sizes = (1000, 1000, *(rows for rows in (1000, 1100, 1210, 1330) for _ in range(2)))
-    statuses = trained(tmp_path, one_pass(*sizes))
-    assert {status.phase for status in statuses[2:]} == {"planning", "planned"} and statuses[-1].phase == "planned"
-    assert statuses[-1].deviations == 0 == statuses[-1].replans
-
-
 def test_a_second_start_follows_the_plan_of_the_first_one_whatever_its_first_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,31 +310,6 @@ def test_a_last_batch_with_fewer_rows_and_one_of_length_1_leave_the_plan_for_all
     assert statuses[6].deviations == 0 < statuses[7].deviations == statuses[-1].deviations
     lengths = Trace.load(tmp_path / "trace.json").lengths
     assert lengths is not None and (lengths.lowest, lengths.highest) == ((60, 3), (128, 8))
-
-
-def test_microbatches_of_other_sizes_follow_one_plan(tmp_path: Path) -> None:
-    sizes = random.Random(0)
-    statuses = trained(tmp_path, [tuple((rows,) for rows in sizes.choices(range(2, 1000), k=3)) for _ in range(10)])
-    assert statuses[-1].phase == "planned" and statuses[-1].deviations == 0
-
-
-def test_batches_of_other_sizes_are_profiled_with_the_next_uses_of_the_one_before(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "teraio")
-    training = begin_small({"storage": tmp_path, "profile_iterations": 2}, dynamic=True)
-    known = []
-    for rows in (1024, 896, 768, 640, 960):
-        loss = training.model(rows_of(rows)).square().mean()
-        known.append([bool(block.uses) for block in blocks() if block.kind == "activation"])
-        loss.backward()
-        training.update()
-    assert not any(known[0]) and len(known[0]) > 8 and all(map(all, (each[1:] for each in known[1:]))), "all but the input"
-    (status,) = teraio.status()
-    assert status.phase == "profile" and "7 iterations in a row that run the same graphs (4 so far)" in status.waiting_for
-    told = "inputs vary in size: 6 iterations are profiled, and one plan will be followed for all"
-    assert [record.message for record in caplog.records].count(told) == 1
-    assert status.moved_bytes["device->storage"] and status.device_peak_bytes <= BUDGET_BYTES
 
 
 @pytest.mark.parametrize("held", [0, 80 * MIB])

@@ -9,10 +9,12 @@ import torch
 
 import planner
 from runtime.device import Span
+from runtime.execution import SizedGraph
 from runtime.paging import Block, Pager
 from teraio.planning import plan_cache
-from teraio.profiling import Iteration, Profile, Region, StageRecord, profiler
+from teraio.profiling import Iteration, Profile, Region, StageRecord, profiler, with_lengths
 
+from ...planner.traces import block, staged, trace
 from ...runtime.memory_mover import UNIT, Bench
 from ..virtual import profile_of
 
@@ -102,12 +104,6 @@ def test_uses_and_what_persists_moves_and_comes_from_user_code() -> None:
     assert (blocks["input"].reads, blocks["input"].writes) == ((1,), (0,)), "it exists from the user code on"
 
 
-def test_what_outlives_the_iteration_persists() -> None:
-    """A gradient that is set to None only before the next backward."""
-    assert by_name(profile(survivors={(1, 0)}))["gradient"].persistent
-    assert not by_name(profile(survivors={(0, 0)}))["gradient"].persistent
-
-
 def test_what_is_alive_when_the_iteration_ends_lives_until_then() -> None:
     """Gradients, if their last use is not at the end anyway; no inputs that user code happens to have still."""
     assert {block.dies_after for block in profile().trace.blocks} == {None}
@@ -156,15 +152,6 @@ def test_states_persist_and_what_is_updated_is_a_subgroup() -> None:
     assert (subgroup.stage, subgroup.elements, subgroup.device_seconds, subgroup.host_seconds) == (5, 64, 1.0, None)
     assert {found.trace.blocks[n].name for n in subgroup.blocks} == {"weight", "gradient2", "loaded", "made"}
     assert profile().trace.subgroups == (), "nothing is updated"
-
-
-def test_ids_are_those_of_the_last_iteration() -> None:
-    found = profile()
-    assert sorted(found.ids.values()) == list(range(len(found.trace.blocks)))
-    assert {block.name: found.trace.blocks[number].name for block, number in found.ids.items()} == {
-        block.name: block.name for block in found.ids
-    }
-    assert found.iteration.number == 3
 
 
 # -- recompute groups: what stages make anew, what they read, and which stages have none
@@ -292,20 +279,18 @@ def test_the_same_iteration(first: bool) -> None:
     assert equal == sorted(equal), "blocks that nothing tells apart have the order of their making"
 
 
-CHANGES: dict[str, Callable[[StageRecord, StageRecord, Iteration], object]] = {
-    "fewer stages": lambda backward, forward, other: other.regions[1].stages.pop(),
-    "another name": lambda backward, forward, other: setattr(backward, "name", "backward/1"),
-    "another size": lambda backward, forward, other: setattr(backward.made[0], "size_bytes", backward.made[0].size_bytes + 1),
-    "another use": lambda backward, forward, other: setattr(forward, "read", forward.read[:-1]),
-    "one more": lambda backward, forward, other: setattr(forward, "read", (*forward.read, Blocks().make("more"))),
-    "one that stays": lambda backward, forward, other: setattr(backward.made[0], "span", None),
+CHANGES: dict[str, Callable[[StageRecord, StageRecord], object]] = {
+    "another name": lambda backward, forward: setattr(backward, "name", "backward/1"),
+    "another size": lambda backward, forward: setattr(backward.made[0], "size_bytes", backward.made[0].size_bytes + 1),
+    "one more": lambda backward, forward: setattr(forward, "read", (*forward.read, Blocks().make("more"))),
+    "one that stays": lambda backward, forward: setattr(backward.made[0], "span", None),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_iteration_is_not_recognised(change: str) -> None:
     other = two_layers(Blocks())
-    CHANGES[change](other.regions[1].stages[1], other.regions[0].stages[1], other)
+    CHANGES[change](other.regions[1].stages[1], other.regions[0].stages[1])
     assert plan_cache.recognise(kept(), other, fixed_bytes=0) is None
 
 
@@ -313,3 +298,82 @@ def test_what_stays_on_the_device_is_about_the_same() -> None:
     trace = kept(fixed_bytes=3 << 20)
     assert plan_cache.recognise(trace, two_layers(Blocks()), fixed_bytes=(3 << 20) + 100) is not None
     assert plan_cache.recognise(trace, two_layers(Blocks()), fixed_bytes=1 << 20) is None
+
+
+# -- sizes and times as functions of the length, from profiles at several lengths
+
+Sizes = Sequence[tuple[int, ...]]
+
+
+def sampled(
+    sizes: Sizes, *, bytes_at: Callable[[int], int] = lambda n: 8 * n + 8, seconds_at: Callable[[int], float] = float
+) -> Profile:
+    """Two stages and the user code before them for each of `sizes`, with a block that the first of them makes."""
+    regions = [
+        Region(identity=SizedGraph(0, each), first=3 * number, stages=[StageRecord(name="x", phase="forward")] * 3)
+        for number, each in enumerate(sizes)
+    ]
+    times = [1.0 if stage % 3 != 1 else seconds_at(sizes[stage // 3][-1]) for stage in range(3 * len(sizes))]
+    blocks = [block(bytes_at(each[-1]), [3 * number + 1], [3 * number + 2]) for number, each in enumerate(sizes)]
+    made = trace(staged("uff" * len(sizes), times), blocks)
+    return Profile(trace=made, iteration=Iteration(number=0, regions=regions), ids={})
+
+
+def test_sizes_are_exact_and_times_fitted_by_parts_that_are_not_negative() -> None:
+    def seconds(length: int) -> float:
+        return 0.5 + 0.01 * length + 1e-5 * length**2
+
+    def size(length: int) -> int:
+        return length * (length + 1) // 2 + 3
+
+    found = with_lengths([sampled([(4, n)], bytes_at=size, seconds_at=seconds) for n in (10, 50, 200, 101)][:-1])
+    assert found.trace.lengths is not None and (found.trace.lengths.lowest, found.trace.lengths.places) == ((10,), (1,))
+    for length in (10, 37, 101, 199):
+        there = found.trace.at(length)
+        assert there.blocks[0].size_bytes == size(length)
+        assert there.stages[1].duration_seconds == pytest.approx(seconds(length)) and there.stages[2].duration_seconds == 1.0
+    falling = with_lengths([sampled([(4, n)], seconds_at=lambda n: 300.0 - n) for n in (10, 100, 200)]).trace
+    (times,) = falling.lengths.stage_seconds if falling.lengths else ()
+    assert times.coefficients == (pytest.approx(590 / 3), 0.0, 0.0), "disturbed: no time falls with the length"
+
+
+def test_sizes_that_are_no_polynomial_are_below_none_that_was_seen() -> None:
+    def padded(length: int) -> int:
+        return length * (-(-length // 8) * 8)
+
+    found = with_lengths([sampled([(n,)], bytes_at=padded) for n in (9, 16, 33, 41, 57, 100)]).trace
+    for length in (9, 16, 33, 41, 57, 100):
+        assert padded(length) <= found.at(length).blocks[0].size_bytes <= padded(length) + 800
+
+
+def test_a_trace_has_all_microbatches_as_long_as_the_longest() -> None:
+    samples = [sampled([(4, a), (4, b)]) for a, b in ((10, 30), (70, 20), (60, 50))]
+    found = with_lengths(samples)
+    assert [each.size_bytes for each in found.trace.blocks] == [8 * 70 + 8] * 2
+    assert [found.trace.stages[number].duration_seconds for number in (1, 4)] == [pytest.approx(70.0)] * 2
+    assert found.samples == tuple(samples) and found.iteration is samples[-1].iteration
+    assert [each.size_bytes for each in found.trace.at(20).blocks] == [168, 168]
+
+
+def test_where_the_number_of_inputs_varies_too_all_depends_on_both() -> None:
+    """As in the last batch of a data set, which says little of the length. Blocks grow with what is in the batch, or in a row."""
+
+    def of(number: int, length: int) -> Profile:
+        return sampled([(number, length)], bytes_at=lambda n: 8 * n * number + 4 * n, seconds_at=lambda n: 0.5 + n * number)
+
+    found = with_lengths([of(3, 10), of(8, 20), of(8, 15), of(8, 30), of(5, 12), of(8, 40)]).trace
+    assert found.lengths is not None and (found.lengths.lowest, found.lengths.highest) == ((10, 3), (40, 8))
+    for length, number in ((40, 8), (17, 8), (25, 4), (11, 3)):
+        assert found.at(length, number).blocks[0].size_bytes == 8 * length * number + 4 * length
+        assert found.at(length, number).stages[1].duration_seconds == pytest.approx(0.5 + length * number)
+    assert found.at(17) == found.at(17, 8), "the highest number, if none is said"
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [([(4, 9)],), ([(4, 9, 2)], [(3, 7, 5)], [(4, 5, 1)], [(6, 5, 4)]), ([(4, 9)], [(4, 9)]), ([(4, 9)], [(4, 9), (4, 9)])],
+)
+def test_what_does_not_tell_enough_leaves_the_trace_as_it_is(sizes: tuple[Sizes, ...]) -> None:
+    """One length, three sizes that vary by themselves, and other stages."""
+    found = with_lengths([sampled(each) for each in sizes])
+    assert found.trace.lengths is None and isinstance(found.trace, planner.Trace)

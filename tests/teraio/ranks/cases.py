@@ -82,26 +82,6 @@ def train(steps: int, *, together: bool = True, pause: float = 0.0, **options: A
         optimizer.step()
 
 
-@contextlib.contextmanager
-def drifting(always: bool) -> Iterator[None]:
-    """Find drift after four planned iterations, and not again before eight more; or find none."""
-    with (
-        mock.patch("teraio.following.drift.DRIFT_LIMIT", -1.0 if always else 1e9),
-        mock.patch("teraio.following.follower._FIRST_WAIT", 4),
-        mock.patch("teraio.following.follower._WINDOW", 2),
-    ):
-        yield
-
-
-@answering
-def drifted(options: dict[str, Any]) -> Answer:
-    """Only the times of rank 0 drift."""
-    with drifting(dist.get_rank() == 0):
-        answer = trained.__wrapped__([{**options, "replan": True}] * 2, steps=20)  # type: ignore[attr-defined]
-    (run,) = REGISTRY.runs()
-    return {**answer, "asked": list(run._background._asked.values())}
-
-
 @answering
 def trained(options: list[dict[str, Any]], steps: int = 14, pause: tuple[float, float] = (0.0, 0.0)) -> Answer:
     """Train by one plan, also if the machine's times change, and tell what came of it. options, pause: by rank."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import threading
 import time
@@ -15,11 +14,11 @@ import torch.distributed as dist
 
 from planner import OptionsError, RankError
 from teraio.options import parse_options
-from teraio.ranks import RankGroup, RankPlace, only_first_rank_informs, rank_place
+from teraio.ranks import RankGroup, RankPlace, rank_place
 
 from ...training import MIB
 from ..rank_processes import Ranks
-from .cases import Answer, alone, drifted, killed, started_again, trained
+from .cases import Answer, alone, killed, started_again, trained
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
@@ -60,15 +59,6 @@ def test_plans_may_arrive_at_different_times(ranks: Ranks, options: dict[str, An
     assert [answer["status"]["phase"] for answer in answers] == ["planned", "planned"]
     assert [answer["made"] for answer in answers] == [1, 0]
     assert any("ranks 1 have not asked for the same plan" in text for _, text in answers[0]["log"])
-
-
-def test_all_plan_again_if_one_drifts(ranks: Ranks, options: dict[str, Any]) -> None:
-    answers = ranks.run(drifted, options)
-    assert [answer["status"]["phase"] for answer in answers] == ["planned", "planned"], answers
-    assert [answer["asked"] for answer in answers] == [[2], [2]]
-    assert sum(answer["made"] for answer in answers) == 2
-    assert answers[0]["moves"] == answers[1]["moves"] != []
-    assert any("planned again, as the last 2 iterations differ" in text for text in infos(answers[0]))
 
 
 def test_a_second_start_follows_the_plan_of_the_first(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:
@@ -163,21 +153,6 @@ def test_the_log_says_once_whom_a_rank_waits_for(monkeypatch: pytest.MonkeyPatch
     assert message.endswith("wait for what this rank computes first, as in pipeline parallelism, give local_ranks=1")
 
 
-def test_turns_are_in_the_order_of_the_ranks() -> None:
-    order: list[int] = []
-
-    def work(ranks: RankGroup) -> None:
-        with ranks.turn("opening"):
-            order.append(ranks.rank)
-
-    in_threads(work, groups(4))
-    assert order == [0, 1, 2, 3]
-
-
-def test_one_rank_is_first() -> None:
-    assert sorted(in_threads(lambda ranks: ranks.first("plan"), groups(3))) == [False, False, True]
-
-
 def test_ranks_that_do_not_come_are_named() -> None:
     first, second, *_ = groups(4, timeout_seconds=0.1)
     second.tell("opening", "")
@@ -212,12 +187,6 @@ def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> 
     assert parse_options({}).local_ranks == 1
 
 
-def test_neighbours_are_the_ranks_of_the_same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    torchrun(monkeypatch, rank=3, local_rank=1)
-    assert rank_place() == RankPlace(rank=3, world_size=4, local_rank=1, local_world_size=2)
-    assert list(rank_place().neighbours) == [2, 3]
-
-
 @pytest.mark.parametrize(("variable", "value"), [("RANK", "x"), ("RANK", ""), ("LOCAL_RANK", "2"), ("WORLD_SIZE", "1")])
 def test_variables_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     torchrun(monkeypatch, rank=3, local_rank=1)
@@ -233,18 +202,3 @@ def test_paths_name_the_rank_and_options_may_say_another_number(monkeypatch: pyt
     options = parse_options(given)
     assert options.storage == (tmp_path / "drive1",) and options.trace_out == tmp_path / "trace-3.json"
     assert options.local_ranks == 2 and parse_options({"local_ranks": 1}).local_ranks == 1
-
-
-def test_rank_0_informs_and_all_warn(caplog: pytest.LogCaptureFixture) -> None:
-    for rank, expected in ((0, ["hello", "rank 0: take care"]), (1, ["rank 1: take care"])):
-        logger = logging.getLogger(f"test of rank {rank}")
-        logger.setLevel(logging.INFO)
-        for _ in range(2):
-            only_first_rank_informs(logger, RankPlace(rank=rank, world_size=2))
-        caplog.clear()
-        logger.info("hello")
-        logger.warning("take %s", "care")
-        assert [record.getMessage() for record in caplog.records] == expected
-    alone = logging.getLogger("test of one rank")
-    only_first_rank_informs(alone, RankPlace())
-    assert not alone.filters

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils.flop_counter import flop_registry
 
-from teraio.stages import CutPolicy, StageCompiler, cost, cut, operators, sizes, speed_of
+from teraio.stages import CutPolicy, StageCompiler, cost, cut, gpu_speed, operator_kernel, operators, sizes, speed_of
 
 from .graphs import (
     FINE,
@@ -21,7 +23,6 @@ from .graphs import (
     ConvNet,
     capture,
     clones,
-    constants,
     each_model,
     images,
     transformer,
@@ -36,25 +37,6 @@ def stages(graph: GraphModule, policy: CutPolicy = FINE) -> dict[Node, int]:
 
 def count(graph: GraphModule, policy: CutPolicy = FINE) -> int:
     return len(set(stages(graph, policy).values()))
-
-
-@each_model
-def test_every_operator_is_in_one_stage_and_after_what_it_needs(graphs: Graphs) -> None:
-    """What writes in place comes after all that reads the old value."""
-    assert [captured.phase for captured in graphs()] == ["forward", "backward"]
-    for captured in graphs():
-        assert cut.can_cut(captured.graph.graph) is None
-        graph = captured.fresh()
-        stage_of = stages(graph)
-        nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
-        assert set(stage_of) == set(nodes) and len(set(stage_of.values())) >= 3
-        order = {node: number for number, node in enumerate(graph.graph.nodes)}
-        for node, stage in stage_of.items():
-            assert all(stage_of[source] <= stage for source in node.all_input_nodes if source in stage_of), node
-            if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-                (target, *_) = node.all_input_nodes
-                assert all(stage_of[user] <= stage for user in target.users if order[user] < order[node])
-        graph.graph.lint()
 
 
 @each_model
@@ -117,46 +99,7 @@ def test_views_that_backward_gets_are_made_where_their_storage_is(policy: CutPol
         assert stage_of[view] == (stage_of[shown] if shown in stage_of else min(readers))
 
 
-def test_constants_do_not_cross_cuts() -> None:
-    for captured in constants():
-        stage_of = stages(captured.fresh())
-        made = [node for node in stage_of if operators.is_creation(node)]
-        for node in made:
-            assert {stage_of[user] for user in node.users if user in stage_of} <= {stage_of[node]}
-        assert captured.phase == "backward" or len(made) >= 4, "one for each stage that uses it"
-
-
-def test_small_results_are_computed_where_their_input_is() -> None:
-    """Bias gradients and the like, so that the large input need not live on."""
-    stage_of = stages(transformer(3)[1].fresh())
-    sums = [n for n in stage_of if operators.packet_name(n) == "sum"]
-    assert sums
-    for node in sums:
-        sources = [stage_of[s] for s in node.all_input_nodes if s in stage_of]
-        assert not sources or stage_of[node] == max(sources)
-
-
 # -- how finely
-
-
-def test_a_longer_least_duration_gives_fewer_stages() -> None:
-    forward = transformer(5)[0]
-    counts = [count(forward.fresh(), CutPolicy(shortest_seconds=seconds)) for seconds in (1e-9, 1e-5, 1e-4, 1e-2, 1)]
-    assert counts == sorted(counts, reverse=True) and counts[0] > counts[2] > 1 == counts[-1]
-
-
-def test_a_graph_is_cut_for_the_largest_batch_that_is_promised_whichever_comes_first() -> None:
-    layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
-    policy = CutPolicy(shortest_seconds=1e-3, far_above=math.inf)
-
-    def count_of(rows: int, *, promised: bool) -> int:
-        batch = torch.zeros(rows, 256)
-        if promised:
-            torch._dynamo.mark_dynamic(batch, 0, min=2, max=1 << 16)
-        forward, _ = capture(layers, batch, dynamic=None if promised else True)
-        return count(forward.fresh(), policy)
-
-    assert count_of(8, promised=True) == count_of(1 << 16, promised=True) > count_of(8, promised=False)
 
 
 @pytest.mark.parametrize("fuses", [False, True])
@@ -172,41 +115,11 @@ def test_no_stage_needs_more_than_it_may_where_a_cut_helps(fuses: bool) -> None:
         assert max(least) < 1.25 * max(limited)
 
 
-def test_what_does_not_fit_otherwise_is_cut_into_more_stages_than_a_graph_has() -> None:
-    """A long model has as many stages as a graph may have already."""
-    for captured in transformer(3):
-        needs = needs_of(captured, fuses=False)
-        full = replace(HEAVY, max_stages=len(needs))
-        limit = int(0.9 * max(needs))
-        assert max(needs_of(captured, fuses=False, most_bytes=limit, policy=full)) <= limit
-
-
 def needs_of(captured: Captured, *, fuses: bool, most_bytes: int | None = None, policy: CutPolicy = HEAVY) -> list[int]:
     """What each stage needs."""
     compiler = StageCompiler(codegen="eager", policy=policy, fuses=fuses, most_bytes=most_bytes)
     stages = compiler.compile(captured.fresh(), phase="forward", options={}).stages
     return [stage.input_bytes + stage.output_bytes + stage.workspace_bytes for stage in stages]
-
-
-def test_a_graph_without_known_modules_is_cut_as_finely_as_its_layers_would_be() -> None:
-    """As parts of a script after a graph break: all operators could be in one layer, or in many."""
-    for captured in transformer(3):
-        nameless = captured.fresh()
-        for node in nameless.graph.nodes:
-            node.meta = {k: v for k, v in node.meta.items() if k not in ("nn_module_stack", "fwd_nn_module_stack")}
-        assert count(nameless) >= count(captured.fresh())
-
-
-def test_layers_are_cut_alike() -> None:
-    for captured in transformer(5):
-        stage_of = stages(captured.fresh())
-        per_layer: dict[str, set[int]] = {}
-        for node, stage in stage_of.items():
-            layer = cut.layer_of(cut.module_path(node))
-            if cost.flops(node) > 0 and layer.startswith("layers."):
-                per_layer.setdefault(layer, set()).add(stage)
-        counts = [len(found) for found in per_layer.values()]
-        assert len(counts) == 5 and len(set(counts[1:-1])) == 1 and 2 <= counts[2] <= 6
 
 
 @pytest.mark.parametrize(
@@ -215,15 +128,11 @@ def test_layers_are_cut_alike() -> None:
         ("layers.3.mlp.up", "layers.3"),
         ("encoder.blocks.2.0", "encoder.blocks.2"),
         ("head", "head"),
-        ("a.b.c", "a"),
         ("", ""),
         # layers in layers, as of Swin, ConvNeXt and a UNet
-        ("layers.0.blocks.1.mlp.fc1", "layers.0.blocks.1"),
-        ("encoder.stages.2.layers.7.pwconv1", "encoder.stages.2.layers.7"),
         ("up_blocks.1.attentions.0.transformer_blocks.2.ff.net.0.proj", "up_blocks.1.attentions.0.transformer_blocks.2"),
         # parts of one layer, not layers
         ("layers.3.mlp.experts.5.up", "layers.3"),
-        ("layers.3.net.mlp.0", "layers.3"),
     ],
 )
 def test_the_layer_of_a_module(path: str, layer: str) -> None:
@@ -241,7 +150,7 @@ def test_a_graph_with_a_higher_order_operator() -> None:
 
 @functools.cache
 def convolutions_of_any_size() -> list[Captured]:
-    return capture(ConvNet(), images(4), images(6), dynamic=True)
+    return capture(ConvNet(2), images(4), images(6), dynamic=True)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -259,3 +168,147 @@ def test_batch_norm_of_any_size(index: int) -> None:
             found = torch.fx.Interpreter(changed).run(*clones(arguments))
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+# -- how many operations a node is estimated to need, how fast devices are taken to be, and how long stages become by that
+
+ATEN = torch.ops.aten
+BATCH, HEADS, QUERIES, KEYS, WIDTH = 2, 8, 16, 32, 4
+FORWARD = 2 * 2 * BATCH * HEADS * QUERIES * KEYS * WIDTH
+"""Scores of all query heads, and their product with the values: two operations each for a multiplication and an addition."""
+
+
+def shape(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+QUERY, ONE_KEY = shape(BATCH, HEADS, QUERIES, WIDTH), shape(BATCH, 1, KEYS, WIDTH)
+
+
+def called(operator: Any, *arguments: torch.Tensor, result: Any = None) -> Node:
+    """Return a node that calls `operator`."""
+    graph = Graph()
+    nodes = []
+    for number, value in enumerate(arguments):
+        nodes.append(graph.placeholder(f"input_{number}"))
+        nodes[-1].meta["val"] = value
+    node = graph.call_function(operator, tuple(nodes))
+    node.meta["val"] = arguments[0] if result is None else result
+    return node
+
+
+@pytest.mark.parametrize(
+    ("kernel", "key_heads"),
+    [("flash_attention", HEADS // 4), ("cudnn_attention", 1), ("efficient_attention", HEADS), ("flash_attention_for_cpu", 1)],
+)
+def test_attention_is_counted_from_the_query_heads(kernel: str, key_heads: int) -> None:
+    """PyTorch 2.11 itself allows no grouped queries there."""
+    forward = getattr(ATEN, f"_scaled_dot_product_{kernel}").default
+    backward = getattr(ATEN, f"_scaled_dot_product_{kernel}_backward").default
+    key = shape(BATCH, key_heads, KEYS, WIDTH)
+    assert cost.flops(called(forward, QUERY, key, key)) == FORWARD
+    assert cost.flops(called(backward, QUERY, QUERY, key, key)) == 2.5 * FORWARD
+    outside = operator_kernel(forward, {"query": QUERY, "key": key, "value": key}, (torch.empty_like(QUERY),))
+    assert outside is not None and outside.flops == FORWARD, "outside of graphs"
+
+
+N = 1024
+ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
+SGD = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False}
+
+
+def touched(operator: Any, *given: Any, **named: Any) -> int | None:
+    """Return the bytes that one call of an operator touches; None if it runs nothing."""
+    schema = operator._schema
+    names = [argument.name for argument in schema.arguments]
+    result = operator(*given, **named) if schema.returns else ()
+    kernel = operator_kernel(operator, dict(zip(names, given, strict=False)) | named, result)
+    return None if kernel is None else kernel.touched_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("operator", "lists", "named", "elements"),
+    [
+        (ATEN._fused_adamw_.default, 4, {"max_exp_avg_sqs": [], "state_steps": [], **ADAM}, 7),
+        (ATEN._fused_adam_.default, 5, {"state_steps": [], **ADAM, "amsgrad": True}, 9),
+        (ATEN._fused_sgd_.default, 3, {"is_first_step": False, **SGD}, 5),
+        (ATEN._foreach_lerp_.Scalar, 2, {"weight": 0.1}, 3),
+        (ATEN._foreach_addcdiv_.Scalar, 3, {}, 4),
+        (ATEN._foreach_copy_.default, 2, {}, 2),
+        (ATEN._foreach_zero_.default, 1, {}, 1),
+    ],
+)
+def test_updates_of_optimizers_touch_what_they_read_and_write(
+    operator: Any, lists: int, named: dict[str, Any], elements: int, dtype: torch.dtype
+) -> None:
+    """AdamW reads a weight, its gradient and two moments, and writes all but the gradient: 28 bytes in fp32, 14 in bf16."""
+    with FakeTensorMode():
+        given = [[torch.empty(N, dtype=dtype)] for _ in range(lists)]
+        assert touched(operator, *given, **named) == elements * N * dtype.itemsize
+
+
+def test_only_what_reads_or_makes_data_is_a_kernel() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv()) as fake:
+        fake.allow_scalar_outputs = True
+        x, turned, rows = torch.empty(N, 4), torch.empty(N, 4), torch.empty(2, dtype=torch.long)
+        for packet in (torch.ops.prim.device, ATEN.detach, ATEN.alias, ATEN.empty_like, ATEN.is_pinned, ATEN.lift_fresh):
+            assert touched(packet.default, x) is None, packet
+        assert touched(ATEN.t_.default, turned) is None
+        assert touched(torch.ops.profiler._record_function_enter_new.default, "mark") is None
+        assert touched(ATEN.zero_.default, x) == touched(ATEN.zeros_like.default, x) == 16 * N
+        square, grad = torch.empty(N), torch.empty(N)
+        assert touched(ATEN.addcmul_.default, square, grad, grad) == 3 * 4 * N, "the gradient is read once"
+        assert touched(ATEN.add.out, square, grad, out=torch.empty(N)) == 3 * 4 * N
+        assert touched(ATEN.embedding.default, x, rows) == 2 * 8 + 2 * 2 * 16, "two rows are read, and two are made"
+        assert touched(ATEN._local_scalar_dense.default, torch.empty(())) == 4
+
+
+def test_a_product_is_counted_by_pytorch_and_other_operators_have_no_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = called(ATEN.mm.default, shape(3, 5), shape(5, 7), result=shape(3, 7))
+    assert cost.flops(product) == 2 * 3 * 5 * 7
+    assert cost.flops(called(ATEN.add.Tensor, shape(3, 5), shape(3, 5))) == 0
+
+    def fails(*_: Any, **__: Any) -> int:
+        raise AssertionError("unknown shapes")
+
+    monkeypatch.setitem(flop_registry, ATEN.mm, fails)
+    assert cost.flops(product) == 2 * 3 * 7, "it still has arithmetic"
+
+
+# -- devices
+
+H200 = ((9, 0), 132)
+
+
+def products(count: int, rows: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Graph:
+    """Return a chain of products of a matrix with square ones."""
+    graph = Graph()
+
+    def taken(name: str, *sizes: int) -> Node:
+        node = graph.placeholder(name)
+        node.meta["val"] = shape(*sizes, dtype=dtype)
+        return node
+
+    weights = [taken(f"weight_{number}", width, width) for number in range(count)]
+    x = taken("x", rows, width)
+    for weight in weights:
+        made = graph.call_function(ATEN.mm.default, (x, weight))
+        made.meta["val"] = x.meta["val"]
+        x = made
+    graph.output((x,))
+    return graph
+
+
+def stages_of(graph: Graph, *, reduced: bool = False) -> int:
+    return len(set(cut.assign(graph, speed=gpu_speed(*H200, reduced=reduced), policy=cut.GPU_POLICY).values()))
+
+
+def test_stages_of_a_gpu_last_about_two_milliseconds() -> None:
+    """A product of 8192 x 8192 x 8192 takes 1.85 ms in 16 bits on an H200, and 27 ms in 32 bits."""
+    assert stages_of(products(64, 8192, 8192)) == 32
+    for reduced in (False, True):
+        assert stages_of(products(64, 8192, 8192, torch.float32), reduced=reduced) == 64
+    assert 32 <= stages_of(products(256, 8192, 4096)) <= 64
+    assert stages_of(products(64, 4096, 4096)) == 22, "a short graph has stages of 0.69 ms: three products of 0.23 ms each"
+    assert stages_of(products(64, 1024, 1024)) == 1, "0.23 ms in all: none is below half a millisecond"

@@ -222,24 +222,6 @@ def test_every_rule_is_among_those_that_are_compared(tracing: str) -> None:
     assert not missing, missing
 
 
-@pytest.mark.parametrize("tracing", ["fake", "symbolic"])
-@pytest.mark.parametrize(
-    ("function", "without"),
-    [
-        (head(rows.MEAN, 2.0), {"ones_like"}),
-        (decomposed, {"arange", "scalar_tensor", "t", "mean", "_softmax"}),
-        (batched, {"stack", "t"}),
-    ],
-)
-def test_all_of_a_head_has_rules(function: Callable[..., Any], without: set[str], tracing: str) -> None:
-    """Sizes that differ, so that each operator has the rows in one place only."""
-    arguments = [torch.randn(11, 3), torch.randn(7, 3), torch.randn(7), torch.randint(0, 7, (11,))]
-    graph = make_fx(function, tracing_mode=tracing)(*arguments)
-    found = check_rules(graph, arguments, 2 if function is batched else 1, 4)
-    there = {operators.packet_name(node) for node in graph.graph.nodes} - {"", "sym_size"}
-    assert there - found <= without, there - found
-
-
 def test_what_would_mix_rows_has_no_part() -> None:
     def mixed(x: Tensor) -> Any:
         y = torch.relu(x)
@@ -496,11 +478,6 @@ def test_a_graph_without_a_backward_pass_runs_in_tiles(fuses: bool) -> None:
     with torch.no_grad(), tiles.marking(above_bytes=0, fuses=fuses):
         (forward,) = capture(Model(flat_loss), words, decompositions=None if fuses else {}, loss=False)
     assert check_results(forward) > 1
-
-
-def test_with_room_for_all_nothing_runs_in_tiles(fuses: bool) -> None:
-    graphs = captured(Model(flat_loss), fuses=fuses, above_bytes=1 << 30)
-    assert [check_results(graph) for graph in graphs] == [0, 0]
 
 
 def test_a_budget_that_larger_tiles_exceed_makes_them_smaller() -> None:
