@@ -308,6 +308,19 @@ def test_an_optimizer_is_saved_and_loaded_within_the_budget(inside: bool, tmp_pa
     check_budget()
 
 
+def test_a_full_drive_stops_a_saver_and_nothing_else(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with teraio.under_budget(**options(tmp_path)):
+        model = Stack()
+    teraio.compile(model, **options(tmp_path))
+    losses = train(model, 2)
+    with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="No space left"):
+        torch.save(model.state_dict(), full)
+    twin = plain(Stack)
+    assert losses + train(model, 2) == train(twin, 2) + train(twin, 2) and same(model, twin)
+    check_budget()
+
+
 def test_what_cannot_work_says_so(tmp_path: Path) -> None:
     with pytest.raises(teraio.OptionsError, match="there is no lower tier"), teraio.under_budget():
         pass
