@@ -16,7 +16,7 @@ from planner.errors import UnsupportedError
 
 KNOWN = "torch 2.11 to 2.15"
 _NAMES = {  # public names of private modules are here, too
-    "torch": "_dynamo.disable _dynamo.reset _foreach_add_ _foreach_zero_ _logging._internal.trace_structured"
+    "torch": "_dynamo.disable _dynamo.reset _foreach_add_ _foreach_zero_"
     " _ops.HigherOrderOperator _ops.OpOverload _prims.rng_prims",
     "torch._C": "_DisableAutocast _accelerator_setAllocatorSettings _current_autograd_node _current_graph_task_id"
     " _disabled_torch_function_impl _storage_Use_Count _will_engine_execute_node",
