@@ -71,7 +71,7 @@ test-models: $(READY)  ## train real models (transformers, diffusers, peft, timm
 	$(RUN) -m tools.models_page
 
 test-browser: $(READY)  ## open the page of `teraio report` in a headless Chromium (CHROMIUM=... for one that is installed)
-	$(RUN) -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]' playwright
+	$(RUN) -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev,plot]' playwright
 	test -n "$(CHROMIUM)" || $(RUN) -m playwright install chromium
 	CHROMIUM="$(CHROMIUM)" $(RUN) -m pytest tests/teraio/cli/report --timeout=600 $(ARGS)
 

@@ -1,1 +1,1 @@
-"""The command `teraio report`: a plan as one page, and as a timeline for Perfetto."""
+"""The command `teraio report`: a plan as one page, as a timeline for Perfetto, and as a picture."""

@@ -15,8 +15,8 @@ from planner.schema import Plan, Trace
 from teraio.cli.arguments import AsJson, PlanFile
 from teraio.cli.output import Data, working, write_file, write_out
 from teraio.cli.report.content import report_of
+from teraio.cli.report.exports import chrome_trace, draw
 from teraio.cli.report.page import html_page
-from teraio.cli.report.perfetto import chrome_trace
 from teraio.cli.sweeping import sweep_budgets
 from teraio.options import require_directory
 
@@ -26,6 +26,7 @@ def report(
     trace: Annotated[Path, typer.Option(help="The trace of the plan.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the page (HTML).")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Where to write the timeline for ui.perfetto.dev (JSON).")] = None,
+    png: Annotated[Path | None, typer.Option(help="Where to write a picture (PNG). Needs matplotlib.")] = None,
     points: Annotated[int, typer.Option(min=0, max=100, help="Device budgets to plan for the sweep; 0 for no sweep.")] = 8,
     as_json: AsJson = False,
     *,
@@ -35,9 +36,9 @@ def report(
 
     Memory, every copy and why, stalls, idle blocks, and time against budget, which is planned anew.
     """
-    outputs = {"--output": output, "--perfetto": perfetto}
+    outputs = {"--output": output, "--perfetto": perfetto, "--png": png}
     if not as_json and all(path is None for path in outputs.values()):
-        raise planner.OptionsError("report: found no place to write to, wanted --output, --perfetto or --json")
+        raise planner.OptionsError("report: found no place to write to, wanted --output, --perfetto, --png or --json")
     for option, path in outputs.items():
         if path is not None:
             require_directory(option, path.parent)
@@ -48,6 +49,8 @@ def report(
         write_file(output, html_page(made))
     if perfetto is not None:
         write_file(perfetto, json.dumps(chrome_trace(made["facts"])))
+    if png is not None:
+        draw(made["facts"], png)
     if as_json:
         write_out(json.dumps(made, indent=1))
     for path in outputs.values():

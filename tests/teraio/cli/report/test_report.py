@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import planner
 from planner import Budgets, Plan
 from planner.problem import live_bytes
 from planner.simulator import critical_path
+from teraio.cli.report.palette import KINDS, PHASES, STALL, style
 
 from ....planner.traces import hand
 from ...conftest import RunCommand
@@ -189,6 +192,16 @@ def test_names_from_files_are_text(report: Report, tmp_path: Path) -> None:
     assert page.data["facts"]["name"] == name and page.data["facts"]["blocks"][0]["name"] == name
 
 
+def test_no_colour_has_two_meanings() -> None:
+    for shade in (0, 1):
+        looks = {name: pair[shade] for name, pair in (KINDS | PHASES | STALL).items()}
+        values = {name: [int(colour[at : at + 2], 16) for at in (1, 3, 5)] for name, colour in looks.items()}
+        for one, other in combinations(values, 2):
+            apart = sum(abs(a - b) for a, b in zip(values[one], values[other], strict=True))
+            assert apart > 60, f"{one} and {other} look alike"
+    assert all(f".{name} {{" in style() for name in looks)
+
+
 def test_the_timeline_for_perfetto(chain: Path, report: Report, tmp_path: Path) -> None:
     report(chain, "--trace", CHAIN_FILE, "--perfetto", tmp_path / "timeline.json")
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
@@ -204,6 +217,18 @@ def test_the_timeline_for_perfetto(chain: Path, report: Report, tmp_path: Path) 
     assert counters == {"device memory": 10, "storage memory": 10}
     first = next(span for span in spans if span["name"] == "backward/0")
     assert first["args"]["phase"] == "backward" and first["args"]["used_bytes"] == 10 and first["args"]["waited_seconds"] > 0
+    flows = [event for event in events if event.get("cat") == "flow"]
+    begun = {event["id"]: event for event in flows if event["ph"] == "s"}
+    ended = {event["id"]: event for event in flows if event["ph"] == "f"}
+    assert begun.keys() == ended.keys() and all(begun[number]["ts"] <= ended[number]["ts"] for number in begun)
+    ways = {(lanes[begun[number]["tid"]], lanes[ended[number]["tid"]]) for number in begun}
+    assert ways == {("compute", "device->storage"), ("device->storage", "storage->device"), ("storage->device", "compute")}
+
+
+def test_a_picture(chain: Path, report: Report, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra plot is not installed")
+    report(chain, "--trace", CHAIN_FILE, "--png", tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -212,8 +237,12 @@ def test_the_timeline_for_perfetto(chain: Path, report: Report, tmp_path: Path) 
         (["--trace", str(CHAIN_FILE)], "found no place to write to"),
         (["--trace", str(CHAIN_FILE), "-o", "nowhere/a.html"], "there is no directory nowhere"),
         (["-o", "{folder}/a.html"], "--trace"),
+        (["--trace", str(CHAIN_FILE), "--png", "{folder}/a.png"], "--png needs matplotlib"),
     ],
 )
-def test_what_cannot_be_reported(arguments: list[object], message: str, chain: Path, run: RunCommand) -> None:
+def test_what_cannot_be_reported(
+    arguments: list[object], message: str, chain: Path, run: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     refused = run("report", chain, *(str(argument).format(folder=chain.parent) for argument in arguments))
     assert refused.code != 0 and message in refused.err

@@ -1,14 +1,18 @@
-"""A plan's iteration as a timeline that ui.perfetto.dev and chrome://tracing open."""
+"""A plan's iteration in other forms: a timeline that ui.perfetto.dev and chrome://tracing open, and a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from planner.errors import OptionsError
 from teraio.cli.output import Data
+from teraio.cli.report.palette import KINDS, PHASES, STALL
 
 _MICROSECONDS = 1e6
 _STAGES, _STALLS, _UPDATES = "compute", "stalls", "updates on the host"
+_GIB = 1 << 30
 
 
 def chrome_trace(facts: Data) -> dict[str, Any]:
@@ -78,3 +82,62 @@ def _flow(number: int, source: tuple[int, Data], target: tuple[int, Data]) -> li
     ends = [(thread, (times["start"] + times["end"]) / 2 * _MICROSECONDS) for thread, times in (source, target)]
     (tid, begin), (to, end) = ends
     return [{**told, "ph": "s", "tid": tid, "ts": begin}, {**told, "ph": "f", "bp": "e", "tid": to, "ts": end}]
+
+
+def draw(facts: Data, path: str | os.PathLike[str]) -> None:
+    """Write a picture of the memory without and with the plan, and of the lanes. Raises OptionsError without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise OptionsError(f"option --png needs matplotlib ({error}); pip install matplotlib") from error
+    rows = facts["timeline"]
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    FigureCanvasAgg(figure)
+    without, planned, lanes = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": (2, 2, 1.5)})
+    figure.suptitle(f"plan for {facts['name']} (predicted)")
+    for axes, memory, name in ((without, rows["unplanned"], "nothing moves"), (planned, rows["memory"], "with the plan")):
+        _stack(axes, memory, rows["budget_bytes"], name)
+        _legend(axes, [Patch(color=KINDS[kind][0], label=kind.replace("_", " ")) for kind in reversed(memory["kinds"])])
+    _lanes(lanes, facts)
+    shown = {stage["phase"] for stage in rows["stages"]}
+    looks = {phase: colours for phase, colours in PHASES.items() if phase in shown} | STALL
+    _legend(lanes, [Patch(color=colours[0], label=name) for name, colours in looks.items()])
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _legend(axes: Any, handles: list[Any]) -> None:
+    """Put a legend beside the data."""
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", frameon=False)
+
+
+def _stack(axes: Any, memory: Data, budget_bytes: int, name: str) -> None:
+    times = [*(point[0] for point in memory["points"]), memory["seconds"]]
+    columns = [[point[column] / _GIB for point in memory["points"]] for column in range(1, len(memory["kinds"]) + 1)]
+    sizes = [[*column, column[-1]] for column in columns]
+    axes.stackplot(times, sizes, step="post", colors=[KINDS[kind][0] for kind in memory["kinds"]])
+    axes.axhline(budget_bytes / _GIB, color="black", linestyle="--", linewidth=1)
+    axes.set_title(f"device memory, {name} (dashed: the budget)", fontsize="medium")
+    axes.set_ylabel("GiB")
+
+
+def _lanes(axes: Any, facts: Data) -> None:
+    rows, blocks = facts["timeline"], facts["blocks"]
+    names = [_STAGES, *rows["links"], *([_UPDATES] if rows["updates"] else [])]
+    for phase, colours in PHASES.items():
+        _bars(axes, 0, ((stage["start"], stage["end"]) for stage in rows["stages"] if stage["phase"] == phase), colours[0])
+    _bars(axes, 0, ((stage["reached"], stage["start"]) for stage in rows["stages"]), STALL["stall"][0])
+    for lane, link in enumerate(rows["links"], 1):
+        for kind, colours in KINDS.items():
+            of = [copy for copy in rows["copies"] if copy["link"] == link and blocks[copy["block"]]["kind"] == kind]
+            _bars(axes, lane, ((copy["start"], copy["end"]) for copy in of), colours[0])
+    _bars(axes, len(names) - 1, ((update["start"], update["end"]) for update in rows["updates"]), PHASES["optimizer"][0])
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(rows["seconds"], rows["unplanned"]["seconds"]))
+    axes.set_xlabel("seconds (copies: the colours of their blocks' kinds)")
+
+
+def _bars(axes: Any, lane: int, spans: Iterable[tuple[float, float]], colour: str) -> None:
+    axes.broken_barh([(start, end - start) for start, end in spans if end > start], (lane - 0.4, 0.8), color=colour)
