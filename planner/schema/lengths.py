@@ -72,6 +72,10 @@ class Lengths(FrozenModel):
             )
         return self
 
+    def stage_shares(self, sizes: Sequence[int]) -> dict[int, float]:
+        """Return by stage what share of its time at `highest` it takes at these sizes. Those that are missing take all of it."""
+        return {each.id: each.at(sizes) / whole for each in self.stage_seconds if (whole := each.at(self.highest))}
+
     def descending(self) -> Iterator[list[tuple[int, ...]]]:
         """Yield rows of sizes that cover the range, without the highest. In a row each is clearly shorter than the last."""
         (most, *numbers), (least, *fewest) = self.highest, self.lowest

@@ -406,7 +406,7 @@ class Trace(GrownModel):
         known = self.lengths or Lengths(lowest=wanted, highest=wanted)
         sizes = {each.id: each.bytes_at(wanted) for each in known.block_bytes}
         workspaces = {each.id: each.bytes_at(wanted) for each in known.workspace_bytes}
-        shares = {each.id: each.at(wanted) / whole for each in known.stage_seconds if (whole := each.at(known.highest))}
+        shares = known.stage_shares(wanted)
         remade = {block for group in self.recompute for block in group.blocks}
         shrunk: dict[int, int] = {}  # by stage, of what counts as workspace where it runs again
         for stage in self.stages if self.recompute else ():

@@ -57,7 +57,7 @@ class ThinnedPlans:
             return None
         if iteration.structure != self._profile.iteration.structure or not dominates(sizes, lengths.lowest):
             return None
-        known = {each.id: each.at(sizes) / whole for each in lengths.stage_seconds if (whole := each.at(lengths.highest))}
+        known = lengths.stage_shares(sizes)
         shares = tuple(known.get(stage.id, 1.0) for stage in trace.stages)
         here = sum(share * stage.duration_seconds for share, stage in zip(shares, trace.stages, strict=True))
         return shares if min(shares) > 0 and _TELLING * trace.ideal_seconds <= here else None
