@@ -30,12 +30,13 @@ import errno
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from planner.errors import StorageError, StorageIOError
 from runtime.storage import Chunk, MoveChunk, Slot, align_up, cut_slot
 from runtime.system import annotate
-from runtime.transfer.transfer import DriveQueue, DriveQueues, OnDone, Ready, Transfer
+from runtime.transfer.transfer import DriveQueue, OnDone, Ready, Transfer
 
 IsThere = Callable[[Slot, Chunk, int], bool]
 
@@ -52,6 +53,7 @@ class Link:
     threads: I/O threads per drive, but at most _MAX_THREADS in all.
     chunk_bytes: the smallest size of a chunk, except for the end of an extent.
     stuck_after_seconds: a chunk that takes longer is an error, see `check`.
+    moved_bytes: bytes that have been moved since the start.
     """
 
     health_check_seconds = 1.0  # between two calls of `check` by a thread that waits for a transfer or for the end
@@ -68,34 +70,34 @@ class Link:
         is_there: IsThere | None = None,
     ) -> None:
         self.name = name
+        self.moved_bytes = 0
         self._process = os.getpid()
         self._move = move
         self._is_there = is_there
         self._chunk_bytes = chunk_bytes
+        self._stuck_after_seconds = stuck_after_seconds
         self._lock = threading.Lock()
-        self._queues = DriveQueues(drives, self._lock)
         self._closed = False
         self._failed: Transfer | None = None
-        self._stuck_after_seconds = stuck_after_seconds
-        self._meter = _Meter()
-        self._threads_per_drive = max(1, min(threads, _MAX_THREADS // len(self._queues)))
+        self._moving: dict[tuple[Transfer, Chunk], float] = {}  # the chunks that move now, and when each of them began
+        self._busy_since = self._busy_seconds = 0.0
+        self._drives: dict[int, DriveQueue] = {}
+        self._threads_per_drive = max(1, min(threads, _MAX_THREADS // len(drives)))
         self._threads: list[threading.Thread] = []
-        for drive in self._queues:
-            self._start_threads(drive)
+        for number in drives:
+            self.add_drive(number)
 
     def add_drive(self, number: int) -> None:
         """Serve this drive as well from now on, if it does not yet."""
         with self._lock:
-            drive = self._queues.add(number)
-            if drive is not None and not self._closed:
-                self._start_threads(drive)
-
-    def _start_threads(self, drive: DriveQueue) -> None:
-        index = len(self._threads) // self._threads_per_drive
-        for number in range(self._threads_per_drive):
-            name = f"teraio {self.name} {index}.{number}"
-            self._threads.append(threading.Thread(target=self._serve, args=[drive], name=name, daemon=True))
-            self._threads[-1].start()
+            if number in self._drives or self._closed:
+                return
+            self._drives[number] = drive = DriveQueue(number, self._lock)
+            index = len(self._threads) // self._threads_per_drive
+            for each in range(self._threads_per_drive):
+                name = f"teraio {self.name} {index}.{each}"
+                self._threads.append(threading.Thread(target=self._serve, args=[drive], name=name, daemon=True))
+                self._threads[-1].start()
 
     @property
     def thread_count(self) -> int:
@@ -103,15 +105,10 @@ class Link:
         return len(self._threads)
 
     @property
-    def moved_bytes(self) -> int:
-        """Bytes that have been moved since the start."""
-        return self._meter.moved_bytes
-
-    @property
     def busy_seconds(self) -> float:
         """Time during which at least one chunk was moving, until now."""
         with self._lock:
-            return self._meter.busy_seconds
+            return self._busy_seconds + (time.perf_counter() - self._busy_since if self._moving else 0.0)
 
     def submit(self, slot: Slot, address: int, on_done: OnDone, ready: Ready | None = None) -> Transfer:
         """Queue the copy of a whole slot from or to `address` (aligned). Never waits.
@@ -136,9 +133,12 @@ class Link:
             if self._closed:
                 raise StorageError(f"the link {self.name} is closed: block {slot.name!r} cannot move any more")
             try:
-                self._queues.put(transfer)
+                for number, chunks in transfer.waiting.items():
+                    self._drives[number].queue.append(transfer)
+                    self._drives[number].submitted.notify(len(chunks))
             except BaseException:
-                self._queues.remove(transfer)  # the caller may free the memory
+                for queue in self._queues_with(transfer):
+                    queue.remove(transfer)  # the caller may free the memory
                 raise
         return transfer
 
@@ -149,7 +149,7 @@ class Link:
         """
         with self._lock:
             now = time.perf_counter()
-            for (transfer, chunk), begun in self._meter.moving.items():
+            for (transfer, chunk), begun in self._moving.items():
                 if now - begun >= self._stuck_after_seconds:
                     verb = "write" if self.name.startswith("device->") else "read"
                     raise StorageIOError(
@@ -175,7 +175,7 @@ class Link:
             self._closed = True
             if drop_queued:
                 self._drop_queued()
-            for drive in self._queues:
+            for drive in self._drives.values():
                 drive.submitted.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -188,7 +188,11 @@ class Link:
     def promote(self, transfer: Transfer) -> bool:
         """See `Transfer.promote`."""
         with self._lock:
-            return self._queues.promote(transfer)
+            queues = self._queues_with(transfer)
+            for queue in queues:
+                queue.remove(transfer)
+                queue.appendleft(transfer)
+            return bool(queues)
 
     def _join(self, thread: threading.Thread, timeout_seconds: float | None) -> None:
         if timeout_seconds is not None:
@@ -202,10 +206,27 @@ class Link:
                     self._drop_queued()
                 raise
 
+    def _queues_with(self, transfer: Transfer) -> list[deque[Transfer]]:
+        return [drive.queue for drive in self._drives.values() if transfer in drive.queue]
+
     def _drop_queued(self) -> None:
-        for transfer in self._queues.drop_queued():
+        """Drop what has not begun. What has, and has chunks left to start, fails."""
+        for drive in self._drives.values():
+            drive.queue.clear()
+        for transfer in [drive.current for drive in self._drives.values() if drive.current is not None]:
             transfer.error = transfer.error or StorageError(f"{transfer} was cut short: the link {self.name} was closed")
-            self._queues.drop_rest(transfer)
+            self._drop_rest(transfer)
+
+    def _drop_rest(self, transfer: Transfer) -> None:
+        """Drop the chunks of a transfer that have not begun. Those that move are not touched. May be called again."""
+        for drive in self._drives.values():
+            if drive.current is transfer:
+                drive.current = None
+            elif transfer in drive.queue:
+                drive.queue.remove(transfer)
+        unfinished = transfer.unfinished - sum(len(chunks) for chunks in transfer.waiting.values())
+        transfer.waiting = {}
+        transfer.unfinished = unfinished
 
     # -- the I/O threads
 
@@ -242,7 +263,10 @@ class Link:
                 transfer.ready()
                 waits_for_memory = False
             with self._lock:
-                self._meter.start(transfer, chunk)
+                begun = time.perf_counter()
+                if not self._moving:
+                    self._busy_since = begun
+                self._moving[transfer, chunk] = begun
             with annotate("copy", transfer.slot.name, self.name):
                 if self._is_there is not None and self._is_there(transfer.slot, chunk, transfer.address):
                     return False, None
@@ -263,9 +287,13 @@ class Link:
     def _finish(self, transfer: Transfer, chunk: Chunk, moved: bool, error: StorageError | None) -> bool:
         """Note that a chunk has moved, was there already, or failed. Return whether it was the last one of the transfer."""
         with self._lock:
-            self._meter.stop(transfer, chunk, moved=moved)
+            if self._moving.pop((transfer, chunk), None) is not None:  # else it failed before it began to move
+                if not self._moving:
+                    self._busy_seconds += time.perf_counter() - self._busy_since
+                if moved:
+                    self.moved_bytes += chunk.length_bytes
             if error is not None and transfer.error is None:
-                self._queues.drop_rest(transfer)  # before the error is noted: this step may be done again
+                self._drop_rest(transfer)  # before the error is noted: this step may be done again
                 transfer.error = error
             transfer.unfinished -= 1
             if transfer.unfinished:
@@ -287,43 +315,3 @@ class Link:
             here = threading.current_thread()
             threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, here)))
         transfer.ended.set()
-
-
-class _Meter:
-    """The counters of one link. Not thread-safe: the link's lock guards it.
-
-    moved_bytes: of all chunks that have moved since the start.
-    moving: the chunks that move now, and when each of them began, by `time.perf_counter`.
-    """
-
-    __slots__ = ("_busy_seconds", "_busy_since", "moved_bytes", "moving")
-
-    def __init__(self) -> None:
-        self.moved_bytes = 0
-        self.moving: dict[tuple[Transfer, Chunk], float] = {}
-        self._busy_since = 0.0
-        self._busy_seconds = 0.0
-
-    @property
-    def busy_seconds(self) -> float:
-        """Time during which at least one chunk was moving, until now."""
-        since = time.perf_counter() - self._busy_since if self.moving else 0.0
-        return self._busy_seconds + since
-
-    def start(self, transfer: Transfer, chunk: Chunk) -> None:
-        """Note that a chunk begins to move."""
-        now = time.perf_counter()
-        if not self.moving:
-            self._busy_since = now
-        self.moving[transfer, chunk] = now
-
-    def stop(self, transfer: Transfer, chunk: Chunk, *, moved: bool) -> None:
-        """Note that a chunk has moved; if not `moved`, it was there already, or it failed, perhaps before it began to move."""
-        begun = self.moving.pop((transfer, chunk), None)
-        if begun is None:
-            return
-        now = time.perf_counter()
-        if not self.moving:
-            self._busy_seconds += now - self._busy_since
-        if moved:
-            self.moved_bytes += chunk.length_bytes

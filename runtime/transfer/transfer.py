@@ -1,10 +1,10 @@
-"""The copy of one block over a link: what is copied, whether it has ended, how to wait for it; and the queues it waits in."""
+"""The copy of one block over a link: what is copied, whether it has ended, how to wait for it; and the queue it waits in."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -88,7 +88,7 @@ class Transfer:
 
 
 class DriveQueue:
-    """The transfers that wait for one drive, in the order in which they begin.
+    """The transfers of a link that wait for one drive, in the order in which they begin. Not thread-safe: `lock` guards it.
 
     current: the transfer that has begun on this drive and has chunks left to start.
     submitted: notified when there is something to take.
@@ -113,65 +113,3 @@ class DriveQueue:
         if not chunks:
             self.current = None
         return taken
-
-
-class DriveQueues:
-    """The queues of all drives of a link. Not thread-safe: `lock`, the link's, guards them."""
-
-    def __init__(self, drives: Sequence[int], lock: threading.Lock) -> None:
-        self._lock = lock
-        self._drives = {number: DriveQueue(number, lock) for number in drives}
-
-    def __iter__(self) -> Iterator[DriveQueue]:
-        return iter(self._drives.values())
-
-    def __len__(self) -> int:
-        return len(self._drives)
-
-    def add(self, number: int) -> DriveQueue | None:
-        """Add the queue of a drive, and return it; None if there is one."""
-        if number in self._drives:
-            return None
-        drive = DriveQueue(number, self._lock)
-        self._drives = {**self._drives, number: drive}
-        return drive
-
-    def put(self, transfer: Transfer) -> None:
-        """Add a transfer at the end of the queues of all drives that it has chunks on."""
-        for number, chunks in transfer.waiting.items():
-            drive = self._drives[number]
-            drive.queue.append(transfer)
-            drive.submitted.notify(len(chunks))
-
-    def remove(self, transfer: Transfer) -> None:
-        """Remove a transfer that has not begun on any drive."""
-        for queue in self._queues_with(transfer):
-            queue.remove(transfer)
-
-    def promote(self, transfer: Transfer) -> bool:
-        """Put a transfer first wherever it is queued. Return whether it is queued anywhere."""
-        queues = self._queues_with(transfer)
-        for queue in queues:
-            queue.remove(transfer)
-            queue.appendleft(transfer)
-        return bool(queues)
-
-    def drop_rest(self, transfer: Transfer) -> None:
-        """Drop the chunks of a transfer that have not begun. Those that move are not touched. May be called again."""
-        for drive in self:
-            if drive.current is transfer:
-                drive.current = None
-            elif transfer in drive.queue:
-                drive.queue.remove(transfer)
-        unfinished = transfer.unfinished - sum(len(chunks) for chunks in transfer.waiting.values())
-        transfer.waiting = {}
-        transfer.unfinished = unfinished
-
-    def drop_queued(self) -> list[Transfer]:
-        """Drop all transfers that have not begun. Return those that have begun and have chunks left to start."""
-        for drive in self:
-            drive.queue.clear()
-        return [drive.current for drive in self if drive.current is not None]
-
-    def _queues_with(self, transfer: Transfer) -> list[deque[Transfer]]:
-        return [drive.queue for drive in self if transfer in drive.queue]

@@ -73,7 +73,7 @@ def _use(injector: Injector, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(wrong) <= (1 if injector.hit else 0) and sent[2].error is not None
         missing = {"a", "b", BAD, "c"} - set(told)
         assert len(told) == 4 - len(missing) and (not missing or injector.before_it_is_told)
-        assert not link._meter.moving and link.moved_bytes <= 11 * CHUNK
+        assert not link._moving and link.moved_bytes <= 11 * CHUNK
         reported = False
         for _ in range(2):  # an error of what follows a transfer is told once
             try:
