@@ -1,10 +1,8 @@
-"""The lanes, the clock and the memory of an NVIDIA GPU, also in pieces; and tensors over raw addresses, for copies."""
+"""The lanes, the clock and the memory of an NVIDIA GPU, also in pieces."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
@@ -204,7 +202,8 @@ class CudaStreams:
         return torch.cuda.max_memory_allocated(self.device)
 
     def _on_device(self, address: int, size_bytes: int) -> torch.Tensor:
-        return device_bytes(address, size_bytes, self.device)
+        """Return a tensor over bytes in the memory of the device. It owns nothing."""
+        return torch.as_tensor(DeviceBytes(address, size_bytes), device=self.device)
 
 
 class AllocatorPieces:
@@ -298,16 +297,3 @@ class AllocatorPieces:
     def _record(self, what: str | None) -> None:
         record = torch.cuda.memory._record_memory_history
         record(what, context=None, stacks="python", max_entries=_LONGEST_HISTORY, clear_history=True)  # type: ignore[arg-type]
-
-
-def device_bytes(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return a tensor over bytes in the memory of `device`. It owns nothing."""
-    return torch.as_tensor(DeviceBytes(address, size_bytes), device=device)
-
-
-@functools.lru_cache(maxsize=4096)
-def host_bytes(address: int, size_bytes: int) -> torch.Tensor:
-    """Return a tensor over bytes in main memory. It owns nothing."""
-    # Kept for a while, since blocks have the same slots in each iteration.
-    with torch.inference_mode(mode=False):  # else nobody could write to it outside of that mode later on
-        return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)

@@ -11,9 +11,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
+
+import torch
 
 from runtime.storage.contents import Checksums
 from runtime.storage.file_space import FileSpace
@@ -37,32 +39,18 @@ class PosixStore(FileSpace):
             copy_all("read", os.preadv, slot, chunk, address, chunk.length_bytes)
 
 
-class PendingCopy(Protocol):
-    """A copy that has begun."""
-
-    def wait(self) -> None:
-        """Wait until all bytes have arrived. May be called again. Raises the error that stopped the copy."""
-
-
-class HostBuffer(Protocol):
-    """Host memory that the device copies from and to at full rate. The memory lives as long as this object."""
-
-    @property
-    def address(self) -> int:
-        """Where the memory begins, a multiple of ALIGNMENT_BYTES."""
-
-
 class Copier(Protocol):
-    """Copies between device and host memory. Safe from several threads. The caller owns the memory until `wait` returns."""
+    """Copies between device and host memory. Safe from several threads."""
 
-    def buffer(self, size_bytes: int) -> HostBuffer:
-        """Return new host memory. May take some milliseconds."""
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        """Return new host memory that the device copies from and to at full rate. It begins at a multiple of ALIGNMENT_BYTES.
+        May take some milliseconds."""
 
-    def to_host(self, target_address: int, source_address: int, size_bytes: int) -> PendingCopy:
-        """Begin to copy from the device. Never waits."""
+    def copy(self, *, target: int, source: int, size_bytes: int) -> Callable[[], None]:
+        """Begin to copy between two addresses. Never waits. The caller owns the memory until the copy has ended.
 
-    def to_device(self, target_address: int, source_address: int, size_bytes: int) -> PendingCopy:
-        """Begin to copy to the device. Never waits."""
+        What is returned waits until all bytes have arrived. May be called again. Raises the error that stopped the copy.
+        """
 
 
 class StagedStore(PosixStore):
@@ -97,7 +85,7 @@ class StagedStore(PosixStore):
         self._copier = copier
         self._buffer_bytes = align_up(buffer_bytes)
         self._buffers_lock = threading.Lock()
-        self._idle: list[tuple[HostBuffer, HostBuffer]] = []
+        self._idle: list[tuple[torch.Tensor, torch.Tensor]] = []
         _SHORT_TURNS.begin()
         self._open.callback(_SHORT_TURNS.end)
 
@@ -105,39 +93,39 @@ class StagedStore(PosixStore):
         parts = cut_chunk(chunk, self._buffer_bytes)
         with self._two_buffers() as buffers, ExitStack() as copies:
 
-            def fetch(number: int) -> PendingCopy:
+            def fetch(number: int) -> Callable[[], None]:
                 begin, size = content_of(slot, parts[number])
                 source = address + parts[number].slot_offset_bytes + begin
-                copy = self._copier.to_host(buffers[number % 2].address + begin, source, size)
-                copies.callback(copy.wait)  # after an error too: the next call uses the buffers again
-                return copy
+                wait = self._copier.copy(target=buffers[number % 2].data_ptr() + begin, source=source, size_bytes=size)
+                copies.callback(wait)  # after an error too: the next call uses the buffers again
+                return wait
 
-            copy = fetch(0)
+            fetched = fetch(0)
             for number, part in enumerate(parts):
-                copy.wait()
+                fetched()
                 if number + 1 < len(parts):  # the device fills one buffer while the drive empties the other
-                    copy = fetch(number + 1)
+                    fetched = fetch(number + 1)
                 self._write_part(slot, part, _slot_at(buffers[number % 2], part))
 
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
-        begun: list[PendingCopy] = []
+        begun: list[Callable[[], None]] = []
         with self._two_buffers() as buffers, ExitStack() as copies:
             for number, part in enumerate(cut_chunk(chunk, self._buffer_bytes)):
                 if number >= 2:  # the device may still be emptying this buffer
-                    begun[number - 2].wait()
+                    begun[number - 2]()
                 buffer = buffers[number % 2]
                 self._read_part(slot, part, _slot_at(buffer, part))
                 begin, size = content_of(slot, part)
-                copy = self._copier.to_device(address + part.slot_offset_bytes + begin, buffer.address + begin, size)
-                copies.callback(copy.wait)
-                begun.append(copy)
+                target = address + part.slot_offset_bytes + begin
+                begun.append(self._copier.copy(target=target, source=buffer.data_ptr() + begin, size_bytes=size))
+                copies.callback(begun[-1])
 
     def _free_everything(self) -> None:
         super()._free_everything()
         self._idle.clear()
 
     @contextmanager
-    def _two_buffers(self) -> Iterator[tuple[HostBuffer, HostBuffer]]:
+    def _two_buffers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         with self._buffers_lock:
             pair = self._idle.pop() if self._idle else None
         if pair is None:
@@ -149,9 +137,9 @@ class StagedStore(PosixStore):
                 self._idle.append(pair)
 
 
-def _slot_at(buffer: HostBuffer, part: Chunk) -> int:
+def _slot_at(buffer: torch.Tensor, part: Chunk) -> int:
     """Return where the slot would begin if the buffer were this part of it."""
-    return buffer.address - part.slot_offset_bytes
+    return buffer.data_ptr() - part.slot_offset_bytes
 
 
 class _ShortTurns:

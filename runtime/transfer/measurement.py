@@ -6,8 +6,8 @@ import contextlib
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from statistics import median
 
@@ -72,10 +72,11 @@ def measure(links: tuple[Link, Link], slots: Sequence[Slot], memory: TorchMemory
     write, read = links
     *slots, small = slots
     size = sum(slot.size_bytes for slot in slots)
-    with memory.allocate(size) as buffer, memory.load():
+    buffer = memory.allocate(size)
+    address = buffer.data_ptr()
+    with memory.load():
         for offset in range(0, size, _FILL_BYTES):
-            buffer.write(offset, os.urandom(min(_FILL_BYTES, size - offset)))
-        address = buffer.address
+            buffer[offset : offset + _FILL_BYTES].copy_(_random_bytes(min(_FILL_BYTES, size - offset)))
         _finish_times([(write, slots)], address)  # the first write of an extent takes longer than all later ones
         write_rate = _rate(write, slots, address)
         read_rate = _rate(read, slots, address)
@@ -97,17 +98,21 @@ def verify(links: tuple[Link, Link], slots: Sequence[Slot], memory: TorchMemory)
     """
     write, read = links
     size = sum(slot.size_bytes for slot in slots)
-    content = os.urandom(size)
-    with memory.allocate(2 * size) as buffer:
-        buffer.write(0, content)
-        _finish_times([(write, slots)], buffer.address)
-        _finish_times([(read, slots)], buffer.address + size)
-        if buffer.read(size, size) != content:
-            places = ", ".join(sorted({str(extent.path) for slot in slots for extent in slot.extents}))
-            raise StorageError(
-                f"{size:,} bytes that were written to {places} came back different; check the drives, or give another "
-                "storage directory"
-            )
+    content, buffer = _random_bytes(size), memory.allocate(2 * size)
+    buffer[:size].copy_(content)
+    _finish_times([(write, slots)], buffer.data_ptr())
+    _finish_times([(read, slots)], buffer.data_ptr() + size)
+    if not torch.equal(buffer[size:].cpu(), content):
+        places = ", ".join(sorted({str(extent.path) for slot in slots for extent in slot.extents}))
+        raise StorageError(
+            f"{size:,} bytes that were written to {places} came back different; check the drives, or give another "
+            "storage directory"
+        )
+
+
+def _random_bytes(size_bytes: int) -> torch.Tensor:
+    # A copy from pageable memory returns when it has ended, so other streams and drives may read the bytes then.
+    return torch.frombuffer(bytearray(os.urandom(size_bytes)), dtype=torch.uint8)
 
 
 def _finish_times(work: Sequence[tuple[Link, Sequence[Slot]]], address: int) -> list[float]:
@@ -177,36 +182,21 @@ class TorchMemory:
         """Return a copy of memory that is ready. For any thread. This one is of main memory only."""
         return ctypes.string_at(address, size_bytes)
 
-    @contextmanager
-    def allocate(self, size_bytes: int) -> Iterator[TorchBuffer]:
-        """Yield aligned memory, which goes back to PyTorch's allocator when the context ends. Raises StorageError."""
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """Return aligned memory. Raises StorageError if there is none."""
         try:
-            memory = torch.empty(size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=self._device)
+            return aligned(lambda size: torch.empty(size, dtype=torch.uint8, device=self._device), size_bytes)
         except torch.OutOfMemoryError as error:
             raise StorageError(
                 f"{self._device} has no {size_bytes:,} bytes free to try the storage path with; free memory there before the "
                 "model is compiled"
             ) from error
-        yield TorchBuffer(memory)
 
 
-class TorchBuffer:
-    """A tensor of bytes from its first aligned address on. `write` and `read` wait until the bytes have moved.
-
-    address: of the first byte, for a store.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        skipped = -tensor.data_ptr() % ALIGNMENT_BYTES
-        self._bytes = tensor[skipped : tensor.numel() - ALIGNMENT_BYTES + skipped]
-        self.address = self._bytes.data_ptr()
-
-    def write(self, offset_bytes: int, content: bytes) -> None:
-        """Put `content` at an offset."""
-        # A copy from pageable memory returns when it has ended, so other streams and drives may read the bytes then.
-        source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        self._bytes[offset_bytes : offset_bytes + len(content)].copy_(source)
-
-    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
-        """Return the bytes at an offset."""
-        return self._bytes[offset_bytes : offset_bytes + length_bytes].cpu().numpy().tobytes()
+def aligned(make: Callable[[int], torch.Tensor], size_bytes: int) -> torch.Tensor:
+    """Return a tensor of bytes that begins at a multiple of ALIGNMENT_BYTES. make: returns one that may begin anywhere."""
+    tensor = make(size_bytes)
+    if tensor.data_ptr() % ALIGNMENT_BYTES:
+        tensor = make(size_bytes + ALIGNMENT_BYTES)
+    skipped = -tensor.data_ptr() % ALIGNMENT_BYTES
+    return tensor[skipped : skipped + size_bytes]

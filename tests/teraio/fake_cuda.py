@@ -14,6 +14,7 @@ import torch
 
 from runtime.cuda import CudaStreams, driver, storage_paths
 from runtime.system import CudaPinner
+from runtime.transfer import aligned
 from teraio.machine import Machine, Shared
 from teraio.machine import cuda as cuda_machine
 from teraio.machine.budgets import resolve_budgets, seen_by_ranks
@@ -106,11 +107,13 @@ class FakeCuda:
         def copy(stream: Stream, *, target: int, source: int, size_bytes: int) -> None:
             ctypes.memmove(target, source, size_bytes)
 
+        def buffer(copier: storage_paths.CudaCopier, size_bytes: int) -> torch.Tensor:
+            return aligned(lambda size: torch.empty(size, dtype=torch.uint8), size_bytes)
+
         monkeypatch.setattr(CudaStreams, "__init__", make)
         monkeypatch.setattr(driver, "copy", copy)
         monkeypatch.setattr(CudaStreams, "_on_device", on_device)
-        monkeypatch.setattr(storage_paths.CudaCopier, "_on_device", on_device)
-        monkeypatch.setattr(storage_paths, "_pinned", lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8))
+        monkeypatch.setattr(storage_paths.CudaCopier, "buffer", buffer)
         refused = "CUDA error 1 (refused)"
         monkeypatch.setattr(CudaPinner, "_cuda_register", lambda self_, address, size: None if self.pins else refused)
         monkeypatch.setattr(CudaPinner, "_cuda_unregister", lambda self_, address: None)

@@ -6,16 +6,15 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from planner.errors import StorageError, UnsupportedError
-from runtime.cuda import cuda_candidates
-from runtime.cuda.storage_paths import CudaCopier, PinnedBuffer
-from runtime.cuda.streams import host_bytes
+from runtime.cuda import cuda_candidates, driver
+from runtime.cuda.storage_paths import CudaCopier
 from runtime.storage import ALIGNMENT_BYTES
 from runtime.storage import kvikio as kvikio_file
 from runtime.transfer import PathCandidate
@@ -36,7 +35,6 @@ class Cuda:
     def __init__(self) -> None:
         self.log: list[tuple[str, object]] = []
         self.current: Stream | None = None
-        self.elsewhere = False
         cuda = self
 
         class Event:
@@ -58,11 +56,10 @@ class Cuda:
         yield
         self.current = None
 
-    def as_tensor(self, memory: Any, device: torch.device) -> torch.Tensor:
-        address, size = memory.__cuda_array_interface__["data"][0], memory.__cuda_array_interface__["shape"][0]
-        assert device == torch.device("cuda", 1)
-        tensor = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
-        return tensor.clone() if self.elsewhere else tensor
+    def copy(self, stream: Stream, *, target: int, source: int, size_bytes: int) -> None:
+        assert stream is self.current
+        ctypes.memmove(target, source, size_bytes)
+        self.log.append(("copy", stream))
 
 
 @pytest.fixture
@@ -72,7 +69,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", cuda.Event)
     monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
-    monkeypatch.setattr(torch, "as_tensor", cuda.as_tensor)
+    monkeypatch.setattr(driver, "copy", cuda.copy)
     return cuda
 
 
@@ -80,27 +77,31 @@ def memory() -> ctypes.Array[ctypes.c_char]:
     return ctypes.create_string_buffer(os.urandom(SIZE), SIZE)
 
 
-@pytest.mark.parametrize("call", ["to_host", "to_device"])
-def test_bytes_go_from_source_to_target_and_only_the_copy_is_waited_for(cuda: Cuda, call: str) -> None:
+def test_bytes_go_from_source_to_target_and_only_the_copy_is_waited_for(cuda: Cuda) -> None:
     copier = CudaCopier(torch.device("cuda"))
     target, source = memory(), memory()
     expected = target.raw[:4096] + source.raw[4096:6000] + target.raw[6000:]
-    copy = getattr(copier, call)(ctypes.addressof(target) + 4096, ctypes.addressof(source) + 4096, 6000 - 4096)
-    assert [name for name, _ in cuda.log] == ["record"]
-    copy.wait()
-    assert [name for name, _ in cuda.log] == ["record", "wait"]
+    wait = copier.copy(target=ctypes.addressof(target) + 4096, source=ctypes.addressof(source) + 4096, size_bytes=6000 - 4096)
+    assert [name for name, _ in cuda.log] == ["copy", "record"]
+    wait()
+    assert [name for name, _ in cuda.log] == ["copy", "record", "wait"]
     assert target.raw == expected
 
 
-def test_an_address_of_another_device_is_refused_instead_of_copied(cuda: Cuda) -> None:
-    cuda.elsewhere = True
+def test_each_thread_copies_in_a_stream_of_its_own(cuda: Cuda) -> None:
+    copier = CudaCopier(torch.device("cuda"))
     target, source = memory(), memory()
-    before = target.raw
-    copier = CudaCopier(torch.device("cuda", 1))
-    for call in (copier.to_host, copier.to_device):
-        with pytest.raises(StorageError, match="is not in the memory of cuda:1"):
-            call(ctypes.addressof(target), ctypes.addressof(source), SIZE)
-    assert target.raw == before and cuda.log == []
+
+    def copy(_: int) -> None:
+        copier.copy(target=ctypes.addressof(target), source=ctypes.addressof(source), size_bytes=SIZE)()
+
+    copy(0)
+    copy(0)
+    with ThreadPoolExecutor(1) as thread:
+        list(thread.map(copy, range(2)))
+    streams = [stream for name, stream in cuda.log if name == "copy"]
+    assert streams[0] is streams[1] and streams[2] is streams[3] and streams[0] is not streams[2]
+    assert {stream.device for stream in streams if isinstance(stream, Stream)} == {torch.device("cuda", 1)}
 
 
 @pytest.mark.parametrize("skew", [0, 64])
@@ -115,11 +116,11 @@ def test_buffers_are_aligned_also_where_pytorch_is_not(monkeypatch: pytest.Monke
         return room[begin : begin + size]
 
     monkeypatch.setattr(torch, "empty", empty)
-    buffer = PinnedBuffer(ALIGNMENT_BYTES)
-    assert buffer.address % ALIGNMENT_BYTES == 0
+    buffer = CudaCopier(torch.device("cuda", 0)).buffer(ALIGNMENT_BYTES)
+    assert buffer.data_ptr() % ALIGNMENT_BYTES == 0
     assert asked == [ALIGNMENT_BYTES] if skew == 0 else asked == [ALIGNMENT_BYTES, 2 * ALIGNMENT_BYTES]
-    assert room.data_ptr() + begin <= buffer.address
-    assert buffer.address + ALIGNMENT_BYTES <= room.data_ptr() + begin + asked[-1]
+    assert room.data_ptr() + begin <= buffer.data_ptr()
+    assert buffer.data_ptr() + ALIGNMENT_BYTES <= room.data_ptr() + begin + asked[-1]
 
 
 def test_no_memory_to_pin_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +129,7 @@ def test_no_memory_to_pin_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch, "empty", empty)
     with pytest.raises(StorageError, match="cannot pin a staging buffer of 4,096 bytes: CUDA error.*lower host_budget"):
-        PinnedBuffer(4096)
+        CudaCopier(torch.device("cuda", 0)).buffer(4096)
 
 
 # -- which paths there are: KvikIO's compatibility mode is taken only if it is asked for
@@ -154,23 +155,3 @@ def test_the_compatibility_mode_must_be_asked_for(tmp_path: Path, monkeypatch: p
         candidate.open()
     assert not module.live and not list(tmp_path.iterdir())
     kvikio_candidate(tmp_path, module, monkeypatch, "kvikio").open().close()
-
-
-# -- tensors over bytes of which only the address is known
-
-
-def test_a_tensor_over_host_memory_shares_its_bytes_and_is_kept() -> None:
-    memory = ctypes.create_string_buffer(b"some bytes")
-    address = ctypes.addressof(memory)
-    found = host_bytes(address + 5, 5)
-    assert bytes(found.tolist()) == b"bytes" and found is host_bytes(address + 5, 5)
-    found[0] = ord("k")
-    assert memory.value == b"some kytes"
-
-
-def test_what_inference_mode_has_made_can_be_written_outside_of_it() -> None:
-    memory = ctypes.create_string_buffer(4)
-    with torch.inference_mode():
-        made = host_bytes(ctypes.addressof(memory), 4)
-    made.copy_(torch.ones(4, dtype=torch.uint8))
-    assert memory.raw == bytes([1, 1, 1, 1])

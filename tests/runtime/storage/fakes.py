@@ -13,7 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
-from ..memory import Memory
+import torch
+
+from runtime.transfer import aligned
 
 
 class CompatMode(enum.Enum):
@@ -150,26 +152,25 @@ class SlowCopy(threading.Thread):
         time.sleep(self._delay_seconds)
         ctypes.memmove(*self._copy)
 
-    def wait(self) -> None:
-        self.join()
-
 
 class SlowCopier:
     """A `Copier` between ordinary memory and ordinary memory. buffers: the bytes of each buffer that was asked for."""
 
     def __init__(self) -> None:
         self.buffers: list[int] = []
+        self._ranges: list[range] = []
         self._random = random.Random(0)
 
-    def buffer(self, size_bytes: int) -> Memory:
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        made = aligned(lambda size: torch.zeros(size, dtype=torch.uint8), size_bytes)
         self.buffers.append(size_bytes)
-        return Memory(size_bytes)
+        self._ranges.append(range(made.data_ptr(), made.data_ptr() + size_bytes))
+        return made
 
-    def to_host(self, target_address: int, source_address: int, size_bytes: int) -> SlowCopy:
-        return self._begin("out", target_address, source_address, size_bytes)
-
-    def to_device(self, target_address: int, source_address: int, size_bytes: int) -> SlowCopy:
-        return self._begin("in", target_address, source_address, size_bytes)
+    def copy(self, *, target: int, source: int, size_bytes: int) -> Callable[[], None]:
+        out, into = (any(address in each for each in self._ranges) for address in (target, source))
+        assert out is not into  # one side is a buffer, the other one is the device
+        return self._begin("out" if out else "in", target, source, size_bytes).join
 
     def _begin(self, direction: str, target_address: int, source_address: int, size_bytes: int) -> SlowCopy:
         return SlowCopy(target_address, source_address, size_bytes, self._random.choice((0.0, 0.0005, 0.002)))
