@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 
 import torch
@@ -18,16 +17,17 @@ from planner.errors import ChecksumError, StorageError, UnsupportedError
 from planner.schema import WaitingTier
 from runtime.cpu.memory import CpuMemory, Touched, system_tells, touched
 from runtime.device import Span
-from runtime.paging import DROPPED, POISON, Block, CheckedMover, Done, Tiers, dropped_message, slot_of, span_of, storage_of
+from runtime.paging import DROPPED, POISON, Block, CheckedMover, Done, Mover, Tiers, dropped_message, slot_of, span_of, storage_of
 from runtime.storage import RangeCopy, Slot, cut_slot, slot_range
 from runtime.system import storage_swap
 
 
-class CpuMover:
+class CpuMover(Mover):
     """A `Mover` between main memory and the slots of lower tiers, see [Note: Pages leave, addresses stay].
 
     poison: see [Note: Debug mode]. The pages of a block that user code can see are not poisoned, because another thread may be
     reading them; they go back to the system. What `tiers` has `mapped` is shared: what is written to a stand-in is in the slot.
+    Threads tell when a copy has ended, and a block is installed only after its data has arrived: nothing else is waited for.
     """
 
     def __init__(self, memory: CpuMemory, tiers: Tiers, *, poison: bool = False) -> None:
@@ -59,9 +59,6 @@ class CpuMover:
             return False
         return block.span is None or self.span(storage) == block.span  # memory that was freed may serve again at its address
 
-    def together(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def begin_in_file(self, slot: Slot, kind: str) -> tuple[Block, torch.UntypedStorage]:
         if not system_tells():
             raise UnsupportedError(
@@ -69,17 +66,13 @@ class CpuMover:
                 "your code writes to it; load the checkpoint as trained weights, or run where it tells (some containers do not)"
             )
         storage = self._memory.in_file(slot.extents[0], slot.lead_bytes, slot.content_bytes)
-        block = Block(storage=storage, name=slot.name, kind=kind, user_visible=True, span=self.span(storage))
+        block = Block(held=storage, name=slot.name, kind=kind, user_visible=True, span=self.span(storage))
         return block, storage
 
     def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
         self.tiers.place(block, tier)
         self.tiers.write(block, span_of(block).address, done)
         return False
-
-    def finished(self, blocks: Iterable[Block]) -> list[Block]:
-        """Return all: threads tell when a copy has ended, and their transfers free memory by themselves."""
-        return list(blocks)
 
     def release(self, block: Block) -> None:
         if block.state is DROPPED:
@@ -124,9 +117,6 @@ class CpuMover:
         storage_swap.install(storage, fresh)
         block.address, block.span = storage.data_ptr(), self.span(storage)
 
-    def wait_resident(self, blocks: Sequence[Block]) -> None:
-        """Never waits: a block is installed only after its data has arrived."""
-
     def copy_range(self, block: Block, begin_bytes: int, memory: torch.Tensor, *, to_slot: bool) -> RangeCopy:
         if self._poison and not to_slot:
             memory.fill_(POISON)
@@ -150,12 +140,6 @@ class CpuMover:
         self.tiers.leave_file(block, span.address)
         self._memory.map_files(span, slot_of(block).extents, keep_pages=False, shared=self.tiers.mapped)
         return True
-
-    def leave_behind(self, block: Block) -> None:
-        self.tiers.leave_behind(block)
-
-    def forget(self, block: Block) -> None:
-        self.tiers.forget(block)
 
 
 def bytes_at(address: int, size_bytes: int, leaving: bool = False) -> memoryview:

@@ -103,7 +103,7 @@ class StreamMover:
         storage = storage_swap.without_memory(slot.content_bytes, self._streams.device)
         self.tiers.ownership.claim(storage, self.tiers)
         span = _span(slot.content_bytes)
-        block = Block(storage=storage, name=slot.name, kind=kind, user_visible=True, span=span, address=0)
+        block = Block(held=storage, name=slot.name, kind=kind, user_visible=True, span=span, at=0)
         block.tier = "storage"
         storage_swap.discard(storage, _not_here(block))
         return block, storage

@@ -96,7 +96,10 @@ class Pieces(Protocol):
 
 
 class Device(Protocol):
-    """asynchronous: the host only queues the work, so that times are known only later. pieces: None where memory has none."""
+    """asynchronous: the host only queues the work, so that times are known only later. pieces: None where memory has none.
+
+    The bodies here are for a device that does its work before a call returns, and whose memory is never short in one piece.
+    """
 
     @property
     def asynchronous(self) -> bool: ...
@@ -110,29 +113,36 @@ class Device(Protocol):
 
     def region(self) -> AbstractContextManager[None]:
         """Put a compiled region between what user code has asked for so far and what it asks for next."""
+        return contextlib.nullcontext()
 
     def mark(self) -> Mark:
         """Return the point after all that was asked for so far. Never waits."""
+        return WallMark(time.perf_counter())
 
     def synchronize(self) -> None:
         """Wait until the device has ended everything that it was asked for so far, also by user code."""
+        return
 
     def keep_until_computed(self, storage: torch.UntypedStorage) -> None:
         """The memory of a storage that user code has allocated, once it is freed, serves nobody and is not taken away before the
         device has passed the computation that was asked for until then. Never waits. What a region allocates does not need it.
         """
+        return
 
     def try_memory(self, size_bytes: int) -> None:
         """Raise DeviceMemoryError if the allocator has not so many bytes in one piece for the stage that runs next."""
+        return
 
     def give_back_memory(self) -> None:
         """Let the allocator give all memory back that nobody uses, so that the rest serves in any sizes. Waits for the device."""
+        return
 
     def trim(self, spare_bytes: int) -> None:
         """Free memory that is kept for reuse, but for `spare_bytes`: so much of the budget is not in use."""
 
     def external_bytes(self, known_bytes: int) -> int:
         """Return the bytes in use on the device that are not among `known_bytes`, those of the pager; 0 if unknown."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,40 +158,21 @@ class WallMark:
         """Return at once: what was asked for before has been done."""
 
 
-class CpuDevice:
-    """The CPU: each call does its work before it returns. trim: of the memory that blocks are in."""
+class CpuDevice(Device):
+    """The CPU: each call does its work before it returns. trim: of the memory that blocks are in.
+
+    Main memory has other users, and no allocator of its own that could be short: the budget is for what the pager knows of.
+    """
 
     asynchronous = False
-    pieces = None  # main memory is never short in one piece
+    pieces: Pieces | None = None
     retries = 0
 
     def __init__(self, trim: Callable[[int], None] = lambda spare_bytes: None) -> None:
         self._trim = trim
 
-    def region(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def mark(self) -> WallMark:
-        return WallMark(time.perf_counter())
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def keep_until_computed(self, storage: torch.UntypedStorage) -> None:
-        """Do nothing: what was asked for before has been done."""
-
-    def try_memory(self, size_bytes: int) -> None:
-        """Do nothing: main memory is never short in one piece."""
-
-    def give_back_memory(self) -> None:
-        """Do nothing: main memory has no allocator of its own that could be short of memory."""
-
     def trim(self, spare_bytes: int) -> None:
         self._trim(spare_bytes)
-
-    def external_bytes(self, known_bytes: int) -> int:
-        """Return 0: main memory has other users, and the budget is for what the pager knows of."""
-        return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -41,12 +42,14 @@ class State(enum.Enum):
 ON_DEVICE, OFFLOADING, OFFLOADED, PREFETCHING, UPDATING, DROPPED = State
 
 
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Block:
     """One storage under management.
 
     Only the pager changes a block, under its lock, and the mover that the pager calls (`address`, `slot`, `tier`).
 
     key: identifies the storage. No other storage gets this key until `let_go`.
+    held, at: the storage, and where its memory is, which PyTorch does not tell if it has none; default: as the storage says.
     storage: returns a reference that keeps the storage alive, or None if the storage is gone or the block was forgotten.
     address: of its memory, as the mover left it; user code may give the storage other memory.
     span: the pages that can leave the device; None if the block cannot leave (too small, or not teraio's memory).
@@ -65,69 +68,41 @@ class Block:
     held_back: the prefetch that was asked for last had to wait for room, for the block's own offload, or for user code.
     """
 
-    __slots__ = (
-        "address",
-        "assumed_written",
-        "born",
-        "copy_is_valid",
-        "held_back",
-        "key",
-        "kind",
-        "name",
-        "next_use",
-        "pins",
-        "size_bytes",
-        "slot",
-        "source",
-        "span",
-        "state",
-        "storage",
-        "tier",
-        "trace_id",
-        "updates",
-        "user_visible",
-        "uses",
-        "version",
-        "_weak",
-    )
+    held: InitVar[torch.UntypedStorage]
+    at: InitVar[int | None] = None
+    name: str
+    kind: str
+    user_visible: bool
+    span: Span | None
+    key: int = field(init=False)
+    size_bytes: int = field(init=False)
+    address: int = field(init=False)
+    storage: Callable[[], torch.UntypedStorage | None] = field(init=False)
+    _weak: StorageWeakRef | None = field(init=False)
+    state: State = ON_DEVICE
+    slot: Slot | None = None
+    tier: WaitingTier | None = None
+    copy_is_valid: bool = False
+    assumed_written: bool = False
+    pins: int = 0
+    version: int = 0
+    updates: int = 0
+    source: object = None
+    next_use: int = 0
+    uses: tuple[int, ...] = ()
+    born: int = 0
+    trace_id: int = -1
+    held_back: bool = False
 
-    def __init__(
-        self,
-        *,
-        storage: torch.UntypedStorage,
-        name: str,
-        kind: str,
-        user_visible: bool,
-        span: Span | None,
-        address: int | None = None,
-    ) -> None:
-        """address: of a storage without memory, which PyTorch does not tell; default: the storage's."""
-        self._weak: StorageWeakRef | None = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    def __post_init__(self, held: torch.UntypedStorage, at: int | None) -> None:
+        self._weak = StorageWeakRef(held)  # type: ignore[no-untyped-call]
         self.key = int(self._weak.cdata)
         # PyTorch keeps the object that stands for a storage in Python as long as the storage.
-        self.storage: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
-        self.name = name
-        self.kind = kind
-        self.size_bytes = storage.nbytes()
-        if address is None:
-            address = 0 if storage.device.type == "meta" else storage.data_ptr()  # fake tensors have no memory
-        self.address = address
-        self.span = span
-        self.user_visible = user_visible
-        self.state = ON_DEVICE
-        self.slot: Slot | None = None
-        self.tier: WaitingTier | None = None
-        self.copy_is_valid = False
-        self.assumed_written = False
-        self.pins = 0
-        self.next_use = 0
-        self.uses: tuple[int, ...] = ()
-        self.trace_id = -1
-        self.held_back = False
-        self.version = 0
-        self.updates = 0
-        self.source: object = None
-        self.born = 0
+        self.storage = weakref.ref(held)
+        self.size_bytes = held.nbytes()
+        if at is None:
+            at = 0 if held.device.type == "meta" else held.data_ptr()  # fake tensors have no memory
+        self.address = at
 
     def __repr__(self) -> str:
         return f"<Block {self.name} {self.kind} {self.size_bytes} bytes {self.state.name}>"
@@ -216,14 +191,13 @@ _Claim = tuple[weakref.ref[object], weakref.ref[torch.UntypedStorage]]
 class LeftBehind(NamedTuple):
     """Where a run that has ended has left the content of a storage. release: of the slot; not `alive` if the storage is gone.
 
-    lead_bytes: where it begins in the slot. reader: what is mapped over the slot.
+    lead_bytes: where it begins in the slot.
     """
 
     release: weakref.finalize[..., torch.UntypedStorage]
     store: Store
     slot: Slot
     lead_bytes: int
-    reader: weakref.ref[torch.UntypedStorage] | None = None
 
 
 class StorageOwnership:
@@ -282,14 +256,8 @@ class StorageOwnership:
     def map_left(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
         """Return main memory over what was left of a storage, see `Tiers.map`; None if nothing was."""
         left = self.left_behind(storage)
-        if left is None:
-            return None
         with self._lock:
-            found = None if left.reader is None else left.reader()
-            if found is None:
-                found = map_slot(left.store, left.slot, left.lead_bytes, storage.nbytes())
-                self._left[storage._cdata] = left._replace(reader=weakref.ref(found))
-            return found
+            return None if left is None else map_slot(left.store, left.slot, left.lead_bytes, storage.nbytes())
 
     def taken(self, storage: torch.UntypedStorage) -> None:
         """The content is elsewhere now: release its slot."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from planner.errors import StorageError, StorageFullError, UnsupportedError
 from planner.schema import WaitingTier
 from runtime.device import Span
 from runtime.paging.block import Block, StorageOwnership
-from runtime.storage import FileSpace, RangeCopy, Slot, Store, cut_slot, map_slot, slot_range
+from runtime.storage import FileSpace, RangeCopy, Slot, Store, cut_slot, map_slot, reader_of, slot_range
 from runtime.transfer import Engine, Ready, Transfer
 
 _WRITTEN_BYTES = 8 << 20  # a block that leaves its file is written in pieces of this size
@@ -33,7 +32,8 @@ def nowhere() -> StorageError:
 class Mover(Protocol):
     """Copies blocks between the device and the tiers below. The pager's lock guards the calls.
 
-    `copy_out` and `copy_in` return at once; the other calls are short. The bodies here are for where there is no lower tier.
+    `copy_out` and `copy_in` return at once; the other calls are short. The bodies here are for
+    where there is no lower tier, or threads make all copies.
 
     tiers: those below the device: slots, and the threads that copy.
 
@@ -125,11 +125,11 @@ class Mover(Protocol):
 
     def leave_behind(self, block: Block) -> None:
         """The run ends, and the block is away: its slot stands in for it until its storage dies or another run takes it over."""
-        raise nowhere()
+        self.tiers.leave_behind(block)
 
     def forget(self, block: Block) -> None:
         """The block is gone: free its slot."""
-        return
+        self.tiers.forget(block)
 
 
 def dropped_message(block: Block) -> str:
@@ -177,7 +177,6 @@ class Tiers:
         self.mapped = mapped
         self._tiers = {tier.name: tier for tier in tiers}
         self._transfers: dict[Block, Transfer] = {}
-        self._readers: dict[Slot, weakref.ref[torch.UntypedStorage]] = {}  # what is mapped over slots
         self._unread: dict[Slot, Store] = {}  # no block has these any more; they are released when nobody reads them
 
     def __iter__(self) -> Iterator[Tier]:
@@ -305,7 +304,7 @@ class Tiers:
         """Free the block's slot, if it has one. A copy in of it has ended, or the device will wait for it before others write."""
         if block.slot is not None:
             store = self.of(block).store
-            if self._readers and self._reader(block.slot) is not None:
+            if reader_of(block.slot) is not None:
                 self._unread[block.slot] = store
             else:
                 store.release(block.slot)
@@ -313,14 +312,9 @@ class Tiers:
 
     def _release_unread(self) -> None:
         """Release what no block has any more, and what nobody reads any more."""
-        for slot in [slot for slot in self._unread if self._reader(slot) is None]:
+        for slot in [slot for slot in self._unread if reader_of(slot) is None]:
             self._unread[slot].release(slot)
             del self._unread[slot]
-        self._readers = {slot: reader for slot, reader in self._readers.items() if reader() is not None}
-
-    def _reader(self, slot: Slot) -> torch.UntypedStorage | None:
-        reader = self._readers.get(slot)
-        return None if reader is None else reader()
 
     def map(self, block: Block) -> torch.UntypedStorage:
         """Return a storage in main memory over the slot of a block that is away: one for all who ask while it lives.
@@ -328,12 +322,7 @@ class Tiers:
         The slot is given to no other block meanwhile. What is written to the storage does not reach the slot.
         """
         self._release_unread()
-        slot = slot_of(block)
-        found = self._reader(slot)
-        if found is None:
-            found = map_slot(self.of(block).store, slot, _lead_bytes(block), block.size_bytes)
-            self._readers[slot] = weakref.ref(found)
-        return found
+        return map_slot(self.of(block).store, slot_of(block), _lead_bytes(block), block.size_bytes)
 
     def leave_behind(self, block: Block) -> None:
         """Leave the slot of a block that is away to its storage, see `StorageOwnership.leave_behind`."""

@@ -100,7 +100,7 @@ class Pager(Stages):
                 if block is not None:
                     self._transitions.forget(block)
                 span = self._mover.span(storage)
-                block = Block(storage=storage, name=name, kind=kind, user_visible=user_visible, span=span)
+                block = Block(held=storage, name=name, kind=kind, user_visible=user_visible, span=span)
                 block.born = self.iteration
                 self._transitions.begin(block, storage)
             if user_visible:

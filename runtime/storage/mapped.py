@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,13 +18,25 @@ _NO_ACCESS, _FIXED, _PRIVATE, _ANONYMOUS = 0, 0x10, mmap.MAP_PRIVATE, mmap.MAP_A
 _FAILED = ctypes.c_void_p(-1).value
 
 
+_READERS: WeakKeyDictionary[Slot, weakref.ref[torch.UntypedStorage]] = WeakKeyDictionary()
+
+
+def reader_of(slot: Slot) -> torch.UntypedStorage | None:
+    """Return what is mapped over a slot by `map_slot`; None if nothing is."""
+    reader = _READERS.get(slot) if _READERS else None
+    return None if reader is None else reader()
+
+
 def map_slot(store: Store, slot: Slot, lead_bytes: int, size_bytes: int) -> torch.UntypedStorage:
     """Return a storage in main memory over so many bytes of a slot from `lead_bytes` on, read from its file as they are touched.
 
-    What is written to it stays in main memory. The store keeps the slot as long, see `Store.keep`; while the store is open, the
-    caller sees to it that no other block gets the slot meanwhile. Raises
+    One for all who ask while it lives. What is written to it stays in main memory. The store keeps the slot as long, see
+    `Store.keep`; while the store is open, the caller sees to it that no other block gets the slot meanwhile. Raises
     StorageError if the system refuses the mapping, StorageIOError if the slot is in a file of the user that has changed.
     """
+    found = reader_of(slot)
+    if found is not None:
+        return found
     if slot.file is not None:
         slot.file.check(slot.name)  # whoever touches what is mapped beyond the end of a file ends the process
     base = _map(None, slot.size_bytes, _NO_ACCESS, _PRIVATE | _ANONYMOUS, -1, 0)
@@ -40,6 +53,7 @@ def map_slot(store: Store, slot: Slot, lead_bytes: int, size_bytes: int) -> torc
     weakref.finalize(memory, _unmap, base, slot.size_bytes).atexit = False
     found = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     weakref.finalize(found, store.keep(slot)).atexit = False
+    _READERS[slot] = weakref.ref(found)
     return found
 
 

@@ -23,7 +23,7 @@ UNIT = 64
 
 def block(name: str = "w") -> Block:
     storage = torch.zeros(UNIT, dtype=torch.uint8).untyped_storage()
-    return Block(storage=storage, name=name, kind="activation", user_visible=False, span=Span(0, UNIT))
+    return Block(held=storage, name=name, kind="activation", user_visible=False, span=Span(0, UNIT))
 
 
 @pytest.fixture
