@@ -28,16 +28,6 @@ from planner.schema.models import (
     printable,
 )
 
-_WITHOUT_EFFECT = {
-    "name",
-    "created_by",
-    "subgroup_bytes",
-    "not_recomputed",
-    "work",
-    "lengths",
-    "tiled",
-}  # fields that plans do not depend on
-
 Tier = Literal["device", "host", "storage"]
 # What a stage belongs to. "recompute": a re-run of a plan, see `planner.recomputed`; never in a file.
 Phase = Literal["forward", "backward", "optimizer", "user", "recompute"]
@@ -313,8 +303,8 @@ class Trace(GrownModel):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of all that plans depend on: not of name, creator and the other fields in `_WITHOUT_EFFECT`."""
-        content = self.model_dump(mode="json", by_alias=True, exclude=_WITHOUT_EFFECT)
+        """Hash of all that plans depend on: not of name, creator and the fields that were added later."""
+        content = self.model_dump(mode="json", by_alias=True, exclude={"name", "created_by", *self.added_later})
         if not self.hardware.shared:
             del content["hardware"]["shared"]  # added later: older traces keep their fingerprints
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))

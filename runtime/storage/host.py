@@ -9,12 +9,13 @@ import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from planner.errors import StorageError, StorageFullError
 from runtime.storage.slot_store import FreeSpace, Store
 from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, FilePlace, Slot
-from runtime.system import PIN_CHUNK_BYTES, HostLimit, Pinner, check_host_memory, host_limits, on_processors
+from runtime.system import PIN_CHUNK_BYTES, CudaPinner, HostLimit, check_host_memory, host_limits, on_processors
 
 _PATH = Path("memfd:teraio-host")  # the name of the slab in messages and extents. It is in no file system.
 _FAULT_BYTES = 64 << 20
@@ -26,8 +27,9 @@ _log = logging.getLogger(__name__)
 class HostStore(Store):
     """A `Store` in `size_bytes` of main memory. Its reads and writes are copies that release the interpreter's lock.
 
-    The slab stays at `address`, so that a GPU can copy from and to `address_of(extent)` by itself. Its pages can also be
-    mapped elsewhere by an extent's descriptor and offset. A block gets several extents if no hole is large enough for it.
+    The slab stays at `address`, `capacity_bytes` long, so that a GPU can copy from and to `address_of(extent)` by itself. Its
+    pages can also be mapped elsewhere by an extent's descriptor and offset. A block gets several extents if no hole is large
+    enough for it.
     No extent crosses a multiple of PIN_CHUNK_BYTES.
 
     pinner: pins the slab, after all pages were taken from the system, in threads on `processors` (see `processors_near`). If that
@@ -41,7 +43,7 @@ class HostStore(Store):
         size_bytes: int,
         *,
         processors: frozenset[int] | None = None,
-        pinner: Pinner | None = None,
+        pinner: CudaPinner | None = None,
         limits: Sequence[HostLimit] | None = None,
     ) -> None:
         super().__init__("host")
@@ -52,22 +54,26 @@ class HostStore(Store):
                 "leave it out"
             )
         check_host_memory(size, host_limits() if limits is None else limits)
-        self._pinner: Pinner | None = None
-        self._slab = _Slab(size)
+        self._pinner: CudaPinner | None = None
         try:
-            self._spaces[self._slab.descriptor] = free = FreeSpace()
+            with ExitStack() as undo:
+                self._descriptor = os.memfd_create("teraio-host")
+                undo.callback(os.close, self._descriptor)
+                os.ftruncate(self._descriptor, size)
+                mapping = undo.enter_context(mmap.mmap(self._descriptor, size))
+                self._open = undo.pop_all()
+        except OSError as error:
+            raise StorageError(_refused(size, error)) from error
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        try:
+            self._spaces[self._descriptor] = free = FreeSpace()
             free.grow(size)
             if pinner is not None:
-                self._slab.prefault(processors)
+                self._prefault(processors)
                 self._pin(pinner)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def address(self) -> int:
-        """Where the slab begins in this process's memory. It is `capacity_bytes` long."""
-        return self._slab.address
 
     @property
     def pinned(self) -> bool:
@@ -76,7 +82,7 @@ class HostStore(Store):
 
     def address_of(self, extent: Extent) -> int:
         """Return where an extent of this store begins in this process's memory. Valid until `close`."""
-        return self._slab.address + extent.offset_bytes
+        return self.address + extent.offset_bytes
 
     @property
     def drives(self) -> tuple[int, ...]:
@@ -85,7 +91,7 @@ class HostStore(Store):
     @property
     def limit_bytes(self) -> int:
         self._check_open()
-        return self._slab.size_bytes
+        return self.capacity_bytes
 
     def ensure_capacity(self, size_bytes: int) -> None:
         self._check_open()
@@ -97,16 +103,16 @@ class HostStore(Store):
 
     def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         self._check_owned(slot, chunk.extent)
-        ctypes.memmove(self._slab.address + chunk.file_offset_bytes, address + chunk.slot_offset_bytes, chunk.length_bytes)
+        ctypes.memmove(self.address + chunk.file_offset_bytes, address + chunk.slot_offset_bytes, chunk.length_bytes)
 
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         self._check_owned(slot, chunk.extent)
-        ctypes.memmove(address + chunk.slot_offset_bytes, self._slab.address + chunk.file_offset_bytes, chunk.length_bytes)
+        ctypes.memmove(address + chunk.slot_offset_bytes, self.address + chunk.file_offset_bytes, chunk.length_bytes)
 
     def _check_owned(self, slot: Slot, extent: Extent) -> None:
         """Raise StorageError for a slot of another store."""
         self._check_open()
-        if extent.file_descriptor != self._slab.descriptor:  # its offsets could lead anywhere in this process's memory
+        if extent.file_descriptor != self._descriptor:  # its offsets could lead anywhere in this process's memory
             raise StorageError(f"the slot of block {slot.name!r} is not of this store; this is a bug in teraio, please report it")
 
     # -- for Store, which holds the lock
@@ -142,59 +148,37 @@ class HostStore(Store):
 
     def _free_everything(self) -> None:
         if self._pinner is not None:
-            self._pinner.unpin(self._slab.address, self._slab.size_bytes)
+            self._pinner.unpin(self.address, self.capacity_bytes)
             self._pinner = None
-        self._slab.close()
+        self._open.close()  # gives the memory back to the system, unless it is mapped elsewhere too
 
-    def _pin(self, pinner: Pinner) -> None:
+    def _pin(self, pinner: CudaPinner) -> None:
         try:
-            pinner.pin(self._slab.address, self._slab.size_bytes)
+            pinner.pin(self.address, self.capacity_bytes)
         except StorageError as error:
             _log.warning("host memory is not pinned, and copies will be slower: %s", error)
         else:
             self._pinner = pinner
 
-
-class _Slab:
-    """`size_bytes` of main memory, mapped at `address` until `close`. Raises StorageError if the system refuses it."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        try:
-            self.descriptor = os.memfd_create("teraio-host")
-        except OSError as error:
-            raise StorageError(_refused(size_bytes, error)) from error
-        try:
-            os.ftruncate(self.descriptor, size_bytes)
-            self._mapping = mmap.mmap(self.descriptor, size_bytes)
-        except OSError as error:
-            os.close(self.descriptor)
-            raise StorageError(_refused(size_bytes, error)) from error
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-
-    def prefault(self, processors: frozenset[int] | None) -> None:
+    def _prefault(self, processors: frozenset[int] | None) -> None:
         """Take all pages from the system, in several threads that run on `processors`.
 
         Waits while the kernel clears the pages, which takes seconds for tens of GiB. Raises StorageFullError.
         """
+        size = self.capacity_bytes
 
         def touch(offset: int) -> None:
-            length = min(_FAULT_BYTES, self.size_bytes - offset)
+            length = min(_FAULT_BYTES, size - offset)
             with on_processors(processors):
                 # Without memory left, fallocate fails; a write to a page would end the process.
-                os.posix_fallocate(self.descriptor, offset, length)
+                os.posix_fallocate(self._descriptor, offset, length)
                 ctypes.memset(self.address + offset, 0, length)
 
         try:
             with ThreadPoolExecutor(min(_MAX_FAULT_THREADS, os.cpu_count() or 1)) as threads:
-                list(threads.map(touch, range(0, self.size_bytes, _FAULT_BYTES)))
+                list(threads.map(touch, range(0, size, _FAULT_BYTES)))
         except OSError as error:
-            raise StorageFullError(_refused(self.size_bytes, error)) from error
-
-    def close(self) -> None:
-        """Give the memory back to the system, unless it is mapped elsewhere too."""
-        self._mapping.close()
-        os.close(self.descriptor)
+            raise StorageFullError(_refused(size, error)) from error
 
 
 def _refused(size: int, error: OSError) -> str:

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from planner.errors import StorageError, UnsupportedError
+from planner.errors import UnsupportedError
 from runtime.device import DeviceBytes
 from runtime.storage.file_space import FileSpace
 from runtime.storage.store import Chunk, Slot, content_of, io_error
@@ -60,7 +60,10 @@ class KvikioStore(FileSpace):
 
     def _open_again(self) -> None:
         self._open.enter_context(self._kvikio.defaults.set(self._settings))
-        self._handles, self.bypasses_host = self._open_files()
+        self._handles: dict[int, Any] = {}
+        # Without the nvidia-fs driver cuFile copies through host memory too, and is slower than KvikIO.
+        direct = not self._kvikio.defaults.is_compat_mode_preferred() and self._kvikio.cufile_driver.get("is_gds_available")
+        self.bypasses_host = self._open_handles(list(self._files), "r+", self._open, "the spill files", direct=direct)
 
     def slot_in_file(self, name: str, path: Path, offset_bytes: int, size_bytes: int) -> Slot:
         slot = super().slot_in_file(name, path, offset_bytes, size_bytes)
@@ -74,23 +77,31 @@ class KvikioStore(FileSpace):
     def _open_user_file(self, slot: Slot) -> None:
         """Open a handle for a file of the user, which lives as long as its descriptor; by the host where cuFile cannot."""
         file = slot.file
-        if file is None or file.descriptor in self._handles:
-            return
+        if file is not None and file.descriptor not in self._handles:
+            self._open_handles([file.descriptor], "r", file.closing, str(file.path), direct=self.bypasses_host)
+
+    def _open_handles(self, descriptors: Sequence[int], flags: str, until: ExitStack, what: str, *, direct: bool) -> bool:
+        """Open cuFile handles of files until `until` is closed. Return whether bytes travel without host memory, if `direct`.
+
+        Raises UnsupportedError.
+        """
+        # By default KvikIO falls back to ordinary reads and writes without a message. So try without the fallback first.
         mode = self._kvikio.CompatMode
-        for compatible in (False, True) if self.bypasses_host else (True,):
+        for bypasses in (True, False) if direct else (False,):
             try:
-                with self._kvikio.defaults.set({"compat_mode": mode.ON if compatible else mode.OFF}):
-                    # Not by its name: somebody may have removed or replaced it since it was opened.
-                    handle = self._kvikio.CuFile(f"/proc/self/fd/{file.descriptor}", "r")
+                with self._kvikio.defaults.set({"compat_mode": mode.OFF if bypasses else mode.ON}), ExitStack() as undo:
+                    for descriptor in descriptors:
+                        # Not by its name: somebody may have removed or replaced it since it was opened.
+                        self._handles[descriptor] = handle = self._kvikio.CuFile(f"/proc/self/fd/{descriptor}", flags)
+                        undo.callback(self._handles.pop, descriptor)
+                        undo.callback(handle.close)
+                    until.push(undo.pop_all())
+                return bypasses
             except RuntimeError as error:
-                if compatible:
-                    raise StorageError(f"KvikIO cannot open {file.path}: {error}; choose another storage_path") from error
-                _log.warning("cuFile cannot open %s, which KvikIO reads through the host: %s", file.path, str(error))
-                continue
-            self._handles[file.descriptor] = handle
-            file.closing.callback(self._handles.pop, file.descriptor)
-            file.closing.callback(handle.close)
-            return
+                if not bypasses:
+                    raise UnsupportedError(f"KvikIO cannot open {what}: {error}; choose another storage_path") from error
+                _log.warning("cuFile cannot open %s, which KvikIO now reads and writes through the host: %s", what, str(error))
+        return False
 
     def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         self._check_open()
@@ -115,33 +126,6 @@ class KvikioStore(FileSpace):
             raise io_error(f"{action} {where} ({error})", slot, chunk, getattr(error, "errno", None)) from error
         if moved != size:
             raise io_error(f"{action} more than {moved:,} of {size:,} bytes {where}", slot, chunk, None)
-
-    def _open_files(self) -> tuple[dict[int, Any], bool]:
-        """Return a cuFile handle for each file by its descriptor, and whether bytes travel without host memory."""
-        # By default KvikIO falls back to ordinary reads and writes without a message. So try without the fallback first.
-        defaults, mode = self._kvikio.defaults, self._kvikio.CompatMode
-        # Without the nvidia-fs driver cuFile copies through host memory too, and is slower than KvikIO.
-        if not defaults.is_compat_mode_preferred() and self._kvikio.cufile_driver.get("is_gds_available"):
-            try:
-                with defaults.set({"compat_mode": mode.OFF}), ExitStack() as undo:
-                    handles = self._handles_of_files(undo)
-                    self._open.push(undo.pop_all())
-            except RuntimeError as error:
-                _log.warning("cuFile cannot open the spill files, which KvikIO now reads and writes through the host: %s", error)
-            else:
-                return handles, True
-        try:
-            with defaults.set({"compat_mode": mode.ON}):
-                return self._handles_of_files(self._open), False
-        except RuntimeError as error:
-            raise UnsupportedError(f"KvikIO cannot open the spill files: {error}; choose another storage_path") from error
-
-    def _handles_of_files(self, undo: ExitStack) -> dict[int, Any]:
-        handles = {}
-        for descriptor in self._files:
-            handles[descriptor] = self._kvikio.CuFile(f"/proc/self/fd/{descriptor}", "r+")
-            undo.callback(handles[descriptor].close)
-        return handles
 
 
 def load_kvikio() -> Any:

@@ -9,7 +9,6 @@ from runtime.system.garbage import QuietCollector, all_objects, frozen
 from runtime.system.host_pages import (
     PIN_CHUNK_BYTES,
     CudaPinner,
-    Pinner,
     locked_limit,
     on_processors,
     pci_address,

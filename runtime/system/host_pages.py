@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -91,38 +91,21 @@ def on_processors(processors: frozenset[int] | None) -> Iterator[None]:
         os.sched_setaffinity(0, allowed)
 
 
-class Pinner(Protocol):
-    """Pins and unpins pages. Both calls wait for the driver. Addresses and sizes are whole pages."""
+class CudaPinner:
+    """Pins and unpins pages for copies by `device`: `cudaHostRegister`, portable and mapped, in chunks of PIN_CHUNK_BYTES.
+
+    Both calls wait for the driver. Addresses and sizes are whole pages.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def pin(self, address: int, size_bytes: int) -> None:
         """Pin the range. Raises StorageError with value, limit and remedy; then nothing stays pinned."""
-
-    def unpin(self, address: int, size_bytes: int) -> None:
-        """Undo `pin` of the same range. To be called before the memory is freed."""
-
-
-class CudaPinner:
-    """A `Pinner` for copies by `device`: `cudaHostRegister`, portable and mapped, in chunks of PIN_CHUNK_BYTES.
-
-    register (address, size in bytes), unregister (address): return an error message, or None for success. By default they
-    call the CUDA runtime.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        register: Callable[[int, int], str | None] | None = None,
-        unregister: Callable[[int], str | None] | None = None,
-    ) -> None:
-        self._device = device
-        self._register = register or self._cuda_register
-        self._unregister = unregister or self._cuda_unregister
-
-    def pin(self, address: int, size_bytes: int) -> None:
         _in_separate_thread(lambda: self._pin(address, size_bytes))
 
     def unpin(self, address: int, size_bytes: int) -> None:
+        """Undo `pin` of the same range. To be called before the memory is freed."""
         _in_separate_thread(lambda: [self._unregister(chunk) for chunk, _ in _chunks(address, size_bytes)])
 
     def _pin(self, address: int, size_bytes: int) -> None:
@@ -138,11 +121,12 @@ class CudaPinner:
                 undo.callback(self._unregister, chunk)
             undo.pop_all()
 
-    def _cuda_register(self, address: int, size_bytes: int) -> str | None:
+    def _register(self, address: int, size_bytes: int) -> str | None:
+        """Return an error message, None for success."""
         with torch.cuda.device(self._device):
             return _failure(_cudart().cudaHostRegister(address, size_bytes, _PORTABLE | _MAPPED))
 
-    def _cuda_unregister(self, address: int) -> str | None:
+    def _unregister(self, address: int) -> str | None:
         with torch.cuda.device(self._device):
             return _failure(_cudart().cudaHostUnregister(address))
 

@@ -115,8 +115,8 @@ class FakeCuda:
         monkeypatch.setattr(CudaStreams, "_on_device", on_device)
         monkeypatch.setattr(storage_paths.CudaCopier, "buffer", buffer)
         refused = "CUDA error 1 (refused)"
-        monkeypatch.setattr(CudaPinner, "_cuda_register", lambda self_, address, size: None if self.pins else refused)
-        monkeypatch.setattr(CudaPinner, "_cuda_unregister", lambda self_, address: None)
+        monkeypatch.setattr(CudaPinner, "_register", lambda self_, address, size: None if self.pins else refused)
+        monkeypatch.setattr(CudaPinner, "_unregister", lambda self_, address: None)
         monkeypatch.setattr(cuda_machine, "_grow_segments", lambda undo: None)
         monkeypatch.setattr(cuda_machine, "computing", self._computing)
         monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, open_machine=open_machine))

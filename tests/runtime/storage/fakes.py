@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from runtime.system import CudaPinner
 from runtime.transfer import aligned
 
 
@@ -116,10 +117,11 @@ class FakeKvikio:
         return moved - self.lost_bytes
 
 
-class RecordingPinner:
+class RecordingPinner(CudaPinner):
     """Pins nothing, and records what it should pin and unpin. failure: raised when it should pin."""
 
     def __init__(self, failure: Exception | None = None) -> None:
+        super().__init__(torch.device("cuda"))
         self.calls: list[tuple[str, int, int]] = []
         self.failure = failure
 

@@ -231,16 +231,17 @@ def test_processors_that_are_not_allowed_are_not_used(caplog: pytest.LogCaptureF
     assert "may not run on [1022, 1023]" in caplog.text
 
 
-class Runtime:
+class Runtime(CudaPinner):
     """Registers ranges, and refuses from `fails_at` on. It is an error to register twice, or to unregister what is not."""
 
     def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__(torch.device("cuda"))
         self.fails_at = fails_at
         self.registered: dict[int, int] = {}
         self.threads: set[int] = set()
         self.most = 0
 
-    def register(self, address: int, size_bytes: int) -> str | None:
+    def _register(self, address: int, size_bytes: int) -> str | None:
         self.threads.add(threading.get_ident())
         assert size_bytes <= PIN_CHUNK_BYTES and address not in self.registered
         if self.fails_at is not None and address + size_bytes > self.fails_at:
@@ -249,20 +250,16 @@ class Runtime:
         self.most = max(self.most, len(self.registered))
         return None
 
-    def unregister(self, address: int) -> str | None:
+    def _unregister(self, address: int) -> str | None:
         del self.registered[address]
         return None
-
-    def pinner(self) -> CudaPinner:
-        return CudaPinner(torch.device("cuda"), register=self.register, unregister=self.unregister)
 
 
 def test_chunks_cover_the_range_and_all_are_taken_back() -> None:
     runtime = Runtime()
-    pinner = runtime.pinner()
-    pinner.pin(BASE, 3 * GIB + 4096)
+    runtime.pin(BASE, 3 * GIB + 4096)
     assert runtime.registered == {BASE: GIB, BASE + GIB: GIB, BASE + 2 * GIB: GIB, BASE + 3 * GIB: 4096}
-    pinner.unpin(BASE, 3 * GIB + 4096)
+    runtime.unpin(BASE, 3 * GIB + 4096)
     assert runtime.registered == {}
 
 
@@ -277,7 +274,7 @@ def test_a_failure_leaves_nothing_pinned_and_names_value_limit_and_remedy() -> N
             f"(limit on locked memory: {text}); raise the limit (ulimit -l, or the container's), or lower host_budget"
         ),
     ):
-        runtime.pinner().pin(BASE, 3 * GIB)
+        runtime.pin(BASE, 3 * GIB)
     assert runtime.registered == {} and runtime.most == 2
     # In a thread that ends: otherwise PyTorch finds the error of the failed call here, and takes it for one of its own.
     assert runtime.threads and threading.get_ident() not in runtime.threads

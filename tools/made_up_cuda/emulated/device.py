@@ -107,7 +107,7 @@ def keep_no_bytes(write: Drive, read: Drive, storage_bytes: int) -> None:
         (write if action == "write" else read).wait(size_bytes)
 
     changes: tuple[tuple[Any, str, Any], ...] = (
-        (host._Slab, "prefault", lambda self, processors: None),
+        (host.HostStore, "_prefault", lambda self, processors: None),
         (host, "check_host_memory", lambda size_bytes, limits: None),
         (posix, "copy_all", copy),
         (os, "posix_fallocate", lambda file, offset, length: os.ftruncate(file, offset + length)),
