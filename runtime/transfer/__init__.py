@@ -1,6 +1,6 @@
 """Copies blocks between memory and stores: engines, links, their queues, and their measured rates."""
 
 from runtime.transfer.engine import Engine
+from runtime.transfer.link import Ready, Transfer
 from runtime.transfer.measurement import LinkRates, TorchMemory, aligned
 from runtime.transfer.storage_path import OpenEngine, PathCandidate, StoragePath, choose_path, cpu_candidates, open_path
-from runtime.transfer.transfer import Ready, Transfer

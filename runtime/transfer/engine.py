@@ -13,9 +13,8 @@ import torch
 from planner.errors import UnsupportedError
 from runtime.storage import Checksums, Chunk, ChunkIO, FileDiffers, MoveChunk, Slot, Store, UnchangedChunks, align_up
 from runtime.transfer import measurement
-from runtime.transfer.link import IsThere, Link
+from runtime.transfer.link import IsThere, Link, OnDone, Ready, Transfer
 from runtime.transfer.measurement import LinkRates, TorchMemory
-from runtime.transfer.transfer import OnDone, Ready, Transfer
 
 _EXIT_SECONDS = 5.0  # how long the exit of the interpreter waits for chunks that are moving, over all threads
 

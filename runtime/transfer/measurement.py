@@ -15,8 +15,7 @@ import torch
 
 from planner.errors import StorageError, StorageFullError
 from runtime.storage import ALIGNMENT_BYTES, Slot, Store, align_up
-from runtime.transfer.link import Link
-from runtime.transfer.transfer import Transfer
+from runtime.transfer.link import Link, Transfer
 
 _MEASURED_BLOCKS = 8  # a rate is measured over so many blocks, one after the other
 _LATENCY_TRIALS = 9

@@ -12,8 +12,8 @@ import torch
 import planner
 from planner import Budgets, Hardware, Link, Move, Plan, Prefetch
 from planner.schema import Placement
+from runtime import device as device_module
 from runtime.device import WallMark
-from runtime.device import device as device_module
 from runtime.execution import Phase, StageRun
 from runtime.paging import Block, Done, Pager
 from runtime.transfer import LinkRates

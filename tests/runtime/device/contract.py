@@ -52,7 +52,7 @@ class DeviceContract:
 
 
 class StreamsContract:
-    """[Note: What orders what] in `runtime.device.device`: what a lane does in order, and what another one waits for."""
+    """[Note: What orders what] in `runtime.device`: what a lane does in order, and what another one waits for."""
 
     def test_what_is_filled_is_read_and_copied_to_the_host_and_back(self, case: DeviceCase) -> None:
         streams, host = case.streams, case.host_bytes(case.unit)

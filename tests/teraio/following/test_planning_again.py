@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from planner import Plan, SolverError
-from runtime.device import device as device_module
+from runtime import device as device_module
 from teraio.following import PlanFollower
 from teraio.options import parse_options
 from teraio.planning import BackgroundPlanner
