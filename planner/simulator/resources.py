@@ -6,13 +6,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
 
 from planner.errors import InfeasiblePlanError
 from planner.problem import max_min_rates
 from planner.schema import Budgets, Hardware, Link, Trace, WaitingTier
 from planner.simulator.program import ReplayProgram
-from planner.simulator.timeline import HostUpdate
+from planner.simulator.timeline import HostUpdate, Standing
 
 
 @dataclass(slots=True)
@@ -46,7 +45,7 @@ class Channel:
     since: float = 0.0
     rate: float = 0.0
 
-    def standing(self, now: float) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+    def standing(self, now: float) -> Standing:
         """Return what waits and moves, and its times from `now` on."""
         waiting = [(job.move, job.inward) for job in self.queue]
         times = [job.queued - now for job in self.queue]
@@ -143,7 +142,7 @@ class HostProcessor:
         """Whether no update is queued or under way."""
         return self._active is None and not self._queue
 
-    def standing(self, now: float) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+    def standing(self, now: float) -> Standing:
         """Return what waits and runs, and its times from `now` on."""
         under_way = [self._active[:1] if self._active else None, *(subgroup for subgroup, _ in self._queue)]
         times = [queued - now for _, queued in self._queue]

@@ -123,10 +123,7 @@ class _Replay:
         links = [channel.standing(self.now) for channel in in_order]
         updates, seconds = self.processor.standing(self.now)
         blocks = (list(self.state), list(self.copies), set(self.dead), self.tier_usage.held())
-        return Standing(
-            what=(*blocks, updates, [each for each, _ in links]),
-            seconds=(*seconds, *(time for _, times in links for time in times)),
-        )
+        return (*blocks, updates, [each for each, _ in links]), (*seconds, *(time for _, times in links for time in times))
 
     def one_iteration(self) -> Timeline:
         """Replay one iteration. Its times count from the end of the iteration before."""

@@ -19,9 +19,8 @@ make the iteration shorter, every such chain needs a segment that becomes shorte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isclose
 from typing import Any, NamedTuple
 
 import networkx as nx
@@ -102,37 +101,27 @@ def agree(one: Timeline, other: Timeline) -> bool:
 
     The times of stages alone do not suffice: a link may lag behind more and more before any stage has to wait for it.
     """
-    if len(one.transfers) != len(other.transfers) or len(one.updates) != len(other.updates):
-        return False
-    tolerance = _SAME * max(other.iteration_seconds, 1e-12)
-    pairs = zip(_times(one), _times(other), strict=True)
-    return all(abs(a - b) <= tolerance for a, b in pairs)
+    alike = len(one.transfers) == len(other.transfers) and len(one.updates) == len(other.updates)
+    return alike and _close(_times(one), _times(other), other.iteration_seconds)
 
 
-def _times(timeline: Timeline) -> Iterator[float]:
-    yield timeline.iteration_seconds
-    for stage in timeline.stages:
-        yield from (stage.start_seconds, stage.end_seconds)
-    for transfer in timeline.transfers:
-        yield from (transfer.start_seconds, transfer.end_seconds)
-    for update in timeline.updates:
-        yield from (update.start_seconds, update.end_seconds)
+def _times(timeline: Timeline) -> list[float]:
+    parts: list[StageTimes | Transfer | HostUpdate] = [*timeline.stages, *timeline.transfers, *timeline.updates]
+    return [timeline.iteration_seconds, *(time for part in parts for time in (part.start_seconds, part.end_seconds))]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """All that the next iteration depends on: `what` is where and under way, and the times of that, in `seconds` from now."""
-
-    what: tuple[Any, ...]
-    seconds: tuple[float, ...]
+# All that the next iteration depends on: what is where and under way, and the times of that, in seconds from now.
+Standing = tuple[tuple[Any, ...], tuple[float, ...]]
 
 
 def same(one: Standing, other: Standing, iteration_seconds: float) -> bool:
     """Whether the iterations after these are the same. Times may differ by a tiny share of the iteration's."""
-    if one.what != other.what or len(one.seconds) != len(other.seconds):
-        return False
+    return one[0] == other[0] and _close(one[1], other[1], iteration_seconds)
+
+
+def _close(times: Sequence[float], others: Sequence[float], iteration_seconds: float) -> bool:
     tolerance = _SAME * max(iteration_seconds, 1e-12)
-    return all(isclose(a, b, rel_tol=0.0, abs_tol=tolerance) for a, b in zip(one.seconds, other.seconds, strict=True))
+    return len(times) == len(others) and all(abs(a - b) <= tolerance for a, b in zip(times, others, strict=True))
 
 
 STAGES = "stages"
