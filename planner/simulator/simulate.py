@@ -18,9 +18,8 @@
 * Re-runs of recompute groups are stages: [Note: recomputation] in `planner.problem.recompute`.
 * User code: [Note: user code] in `planner.problem.host_updates`. A stage of phase "user" waits for updates on the host and for
   copies of blocks that user code can reach, and holds back copies in of these blocks.
-* The iteration is cyclic. Times are those of the steady state: iterations are replayed until one ends as it began, or two in a
-  row agree in the time of every stage, transfer and update. After 32 the last one counts (a link may lag behind only
-  slightly in each, or two states may alternate).
+* The iteration is cyclic. Times are those of the steady state: iterations are replayed until one ends as it began. After 32 the
+  last one counts (a link may lag behind only slightly in each, or two states may alternate).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from planner.problem import spelled_out
 from planner.schema import Plan, Tier, Trace, WaitingTier, short_fingerprint
 from planner.simulator.program import NOWHERE, compile_program
 from planner.simulator.resources import Channel, HostProcessor, Links, QueuedTransfer, TierUsage
-from planner.simulator.timeline import HostUpdate, MemoryChange, StageTimes, Standing, Timeline, Transfer, agree, same
+from planner.simulator.timeline import HostUpdate, MemoryChange, StageTimes, Standing, Timeline, Transfer, same
 
 _MAX_ITERATIONS = 32
 _HOST: frozenset[WaitingTier] = frozenset({"host"})
@@ -56,13 +55,12 @@ def simulate(trace: Trace, plan: Plan) -> Timeline:
         )
     source, laid_out = spelled_out(trace, plan)
     replay = _Replay(source, laid_out)
-    previous, began = None, replay.standing()
+    began = replay.standing()
     for _ in range(_MAX_ITERATIONS):
         timeline = replay.one_iteration()
-        ended = replay.standing()
-        if same(began, ended, timeline.iteration_seconds) or (previous is not None and agree(previous, timeline)):
+        before, began = began, replay.standing()
+        if same(before, began, timeline.iteration_seconds):
             break
-        previous, began = timeline, ended
     if not plan.recompute:
         return timeline
     # The replay numbers blocks as in the iteration with re-runs; the plan and the caller know those of `trace`.

@@ -19,7 +19,6 @@ make the iteration shorter, every such chain needs a segment that becomes shorte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,32 +95,16 @@ class Timeline:
         return sum(stage.stall_seconds for stage in self.stages)
 
 
-def agree(one: Timeline, other: Timeline) -> bool:
-    """Whether two iterations agree in the time of every stage, transfer and update.
-
-    The times of stages alone do not suffice: a link may lag behind more and more before any stage has to wait for it.
-    """
-    alike = len(one.transfers) == len(other.transfers) and len(one.updates) == len(other.updates)
-    return alike and _close(_times(one), _times(other), other.iteration_seconds)
-
-
-def _times(timeline: Timeline) -> list[float]:
-    parts: list[StageTimes | Transfer | HostUpdate] = [*timeline.stages, *timeline.transfers, *timeline.updates]
-    return [timeline.iteration_seconds, *(time for part in parts for time in (part.start_seconds, part.end_seconds))]
-
-
 # All that the next iteration depends on: what is where and under way, and the times of that, in seconds from now.
 Standing = tuple[tuple[Any, ...], tuple[float, ...]]
 
 
 def same(one: Standing, other: Standing, iteration_seconds: float) -> bool:
     """Whether the iterations after these are the same. Times may differ by a tiny share of the iteration's."""
-    return one[0] == other[0] and _close(one[1], other[1], iteration_seconds)
-
-
-def _close(times: Sequence[float], others: Sequence[float], iteration_seconds: float) -> bool:
+    if one[0] != other[0] or len(one[1]) != len(other[1]):
+        return False
     tolerance = _SAME * max(iteration_seconds, 1e-12)
-    return len(times) == len(others) and all(abs(a - b) <= tolerance for a, b in zip(times, others, strict=True))
+    return all(abs(a - b) <= tolerance for a, b in zip(one[1], other[1], strict=True))
 
 
 STAGES = "stages"
