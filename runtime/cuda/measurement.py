@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 from planner.errors import StorageError
-from runtime.cuda.streams import CudaStreams
+from runtime.cuda.streams import CudaEvent, CudaStreams
 from runtime.device import Lane
 from runtime.storage import HostStore, Slot
 from runtime.system import storage_swap
@@ -73,15 +73,14 @@ def _largest_areas(streams: CudaStreams, store: HostStore, size_bytes: int) -> t
 
 def _seconds(streams: CudaStreams, store: HostStore, slot: Slot, device: int, lanes: tuple[Lane, ...]) -> list[float]:
     """Let each lane copy its share of the slot, in several copies. Return the seconds of each lane by the GPU's clock."""
-    marks = []
     ranges = _ranges(store, slot, device)
     share = len(ranges) // len(lanes)
     begins = [streams.mark_lane(lane) for lane in lanes]
     for number in range(share):  # the lanes take turns, so that none of them waits for the host
         for index, lane in enumerate(lanes):
             _copy(streams, lane, *ranges[index * share + number])
-    marks = [streams.mark_lane(lane) for lane in lanes]
-    return [end.seconds_since(begin) for begin, end in zip(begins, marks, strict=True)]
+    ends = [streams.mark_lane(lane) for lane in lanes]
+    return [end.seconds_since(begin) for begin, end in zip(begins, ends, strict=True)]
 
 
 def _ranges(store: HostStore, slot: Slot, device: int) -> list[tuple[int, int, int]]:
@@ -132,18 +131,18 @@ def computing(device: torch.device) -> Iterator[None]:
     stop = threading.Event()
 
     def compute() -> None:
-        before = _ended(stream)
+        before = CudaEvent(stream)
         while not stop.is_set():
             with torch.cuda.stream(stream):
                 for _ in range(_PRODUCTS):
                     torch.mm(factor, factor, out=product)
-            now = _ended(stream)
+            now = CudaEvent(stream)
             # KvikIO's compatibility mode copies on streams that wait for the default stream. In training that waits for the lane
             # of computation at the end of each region, so that such copies wait for stages. An idle GPU does not show that.
-            torch.cuda.default_stream(device).wait_event(now)
-            before.synchronize()  # never more than two portions ahead
+            torch.cuda.default_stream(device).wait_event(now.event)
+            before.wait()  # never more than two portions ahead
             before = now
-        before.synchronize()
+        before.wait()
 
     thread = threading.Thread(target=compute, name="teraio computes while it measures", daemon=True)
     thread.start()
@@ -153,9 +152,3 @@ def computing(device: torch.device) -> Iterator[None]:
         stop.set()
         thread.join()
         torch._C._cuda_clearCublasWorkspaces()  # this stream's: 32 MiB on Hopper, which nobody would use again
-
-
-def _ended(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
