@@ -120,7 +120,7 @@ class CpuMover(Mover):
     def copy_range(self, block: Block, begin_bytes: int, memory: torch.Tensor, *, to_slot: bool) -> RangeCopy:
         if self._poison and not to_slot:
             memory.fill_(POISON)
-        return self.tiers.copy_range(block, begin_bytes, memory, to_slot=to_slot)
+        return self.tiers.copy_range(block, begin_bytes, memory, to_slot=to_slot).wait
 
     def invalidate(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
@@ -194,7 +194,16 @@ class CheckedCpuMover(CheckedMover):
     def copy_range(self, block: Block, begin_bytes: int, memory: torch.Tensor, *, to_slot: bool) -> RangeCopy:
         if not to_slot:
             self._distrust_host_update(block)
-        return _Range(self, block, super().copy_range(block, begin_bytes, memory, to_slot=to_slot))
+        copied = super().copy_range(block, begin_bytes, memory, to_slot=to_slot)
+
+        def wait() -> None:
+            try:
+                copied()
+            except ChecksumError as error:
+                self.shut(block, error)
+                raise
+
+        return wait
 
     def invalidate(self, blocks: Iterable[Block]) -> None:
         damage: list[ChecksumError] = []
@@ -290,19 +299,3 @@ class CheckedCpuMover(CheckedMover):
         if held is not None:
             self._damaged.add(block)
             storage_swap.close(held, f"{block.name} was damaged on its way: {error} (by load_state_dict with assign=True)")
-
-
-class _Range:
-    """A copy of a range whose block is shut if it came back different."""
-
-    def __init__(self, mover: CheckedCpuMover, block: Block, copied: RangeCopy) -> None:
-        self._mover = mover
-        self._block = block
-        self._copied = copied
-
-    def wait(self) -> None:
-        try:
-            self._copied.wait()
-        except ChecksumError as error:
-            self._mover.shut(self._block, error)
-            raise

@@ -5,8 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 
-import torch
-
 from runtime.device import COMPUTE, INWARD, OUTWARD, Event, Lane, Streams, TimedEvent
 from runtime.storage import Extent, Slot
 from runtime.system import annotate
@@ -66,20 +64,6 @@ class HostCopies:
             self.moved_bytes[_LINKS[lane]] += sum([size for size, _, _ in copies[:ended]])
             self.busy_seconds[_LINKS[lane]] += seconds
             del copies[:ended]
-
-
-class QueuedRange:
-    """A `RangeCopy` that the device makes by itself. It keeps the memory alive until `wait` (rule 5)."""
-
-    def __init__(self, streams: Streams, event: Event, memory: torch.Tensor) -> None:
-        self._streams = streams
-        self._event = event
-        self._memory: torch.Tensor | None = memory
-
-    def wait(self) -> None:
-        """Order computation after the copy. The host never waits."""
-        self._streams.wait(COMPUTE, self._event)
-        self._memory = None
 
 
 class LastPoint:

@@ -7,13 +7,13 @@ the slot through the bus. User code that touches a block on a drive gets an erro
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from planner.errors import StorageError
 from planner.schema import WaitingTier
-from runtime.cuda.host_copies import HostCopies, LastPoint, QueuedRange
+from runtime.cuda.host_copies import HostCopies, LastPoint
 from runtime.device import COMPUTE, INWARD, OUTWARD, USER, Event, Lane, Span, Streams
 from runtime.paging import DROPPED, POISON, Block, Done, LeftBehind, Tiers, dropped_message, slot_of, storage_of
 from runtime.storage import Extent, RangeCopy, Slot, cut_slot, slot_range
@@ -31,6 +31,7 @@ class StreamMover:
     in_reach: whether kernels can read and write the host tier, as they can if it is pinned. If not, user code cannot touch
     the blocks there.
     poison: see [Note: Debug mode].
+    moved_bytes, busy_seconds: of the copies between device and host tier, see `HostCopies`.
     """
 
     def __init__(
@@ -55,17 +56,8 @@ class StreamMover:
         self._queued = 0  # copies so far
         self._joined = 0  # number of the last copy in that computation waits for
         self._copies = HostCopies(streams, host_address)
+        self.moved_bytes, self.busy_seconds = self._copies.moved_bytes, self._copies.busy_seconds
         self._computed = LastPoint(streams, shares=not poison)  # poison is written in the lane of computation
-
-    @property
-    def moved_bytes(self) -> Mapping[str, int]:
-        """Bytes of the copies between device and host tier that are known to have ended, by link, since the start."""
-        return self._copies.moved_bytes
-
-    @property
-    def busy_seconds(self) -> Mapping[str, float]:
-        """Duration of the copies that `moved_bytes` counts, by link."""
-        return self._copies.busy_seconds
 
     def span(self, storage: torch.UntypedStorage, *, adopt: bool = False) -> Span | None:
         """Return the whole storage; nothing has to be moved for it: all of the device's own memory can be given back."""
@@ -261,13 +253,20 @@ class StreamMover:
         if self._poison and not to_slot:
             before = self._poison_arriving(memory.data_ptr(), memory.nbytes, [before])
         if self.tiers.of(block).engine is not None:
-            return self.tiers.copy_range(block, begin_bytes, memory, before.wait, to_slot=to_slot)
+            return self.tiers.copy_range(block, begin_bytes, memory, before.wait, to_slot=to_slot).wait
         lane = OUTWARD if to_slot else INWARD
         self._streams.wait(lane, before)
         part = slot_range(slot_of(block), begin_bytes, memory.nbytes)
         copied = self._copies.queue(lane, part, part.content_bytes, memory.data_ptr())
         self._note_last(block, copied)
-        return QueuedRange(self._streams, copied, memory)
+        held = [memory]
+
+        def wait() -> None:
+            """Order computation after the copy. The host never waits. Until then the memory is kept alive (rule 5)."""
+            self._streams.wait(COMPUTE, copied)
+            held.clear()
+
+        return wait
 
     # -- the rest
 

@@ -35,7 +35,7 @@ from weakref import WeakKeyDictionary
 from xxhash import xxh3_128_intdigest
 
 from planner.errors import ChecksumError
-from runtime.storage.store import Chunk, FilePlace, MoveChunk, Slot
+from runtime.storage.store import Chunk, MoveChunk, Slot
 from runtime.system import native
 
 # Each page has a sum of 64 bits. Random changes leave one in 2^64 pages with its sum; changes within one word never do.
@@ -137,7 +137,7 @@ class UnchangedChunks:
     def __init__(self, read: MoveChunk) -> None:
         self._read = read
         self._lock = threading.Lock()
-        self._known: WeakKeyDictionary[Slot, dict[FilePlace, int]] = WeakKeyDictionary()  # of watched slots
+        self._known: WeakKeyDictionary[Slot, dict[tuple[int, int], int]] = WeakKeyDictionary()  # of watched slots, by `_place`
 
     def watch(self, slot: Slot) -> None:
         """Hash what is read from this slot from now on."""
@@ -172,12 +172,16 @@ class UnchangedChunks:
                 self._known.pop(slot.of, None)
                 return False, None
             chunks = self._known.get(slot)
-            return chunks is not None, chunks.pop(chunk.file_place, None) if chunks else None
+            return chunks is not None, chunks.pop(_place(chunk), None) if chunks else None
 
     def _put(self, slot: Slot, chunk: Chunk, found: int) -> None:
         with self._lock:
             if slot in self._known:
-                self._known[slot][chunk.file_place] = found
+                self._known[slot][_place(chunk)] = found
+
+
+def _place(chunk: Chunk) -> tuple[int, int]:
+    return chunk.slot_offset_bytes, chunk.length_bytes
 
 
 def _hash(chunk: Chunk, address: int) -> int:

@@ -67,7 +67,7 @@ class Slot:
     lead_bytes: int = 0
 
 
-FilePlace = tuple[int, int, int]  # where a chunk lies: file descriptor, offset in bytes, length in bytes
+FilePlace = tuple[int, int, int]  # where bytes lie: file descriptor, offset in bytes, length in bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +78,6 @@ class Chunk:
     file_offset_bytes: int
     slot_offset_bytes: int
     length_bytes: int
-
-    @property
-    def file_place(self) -> FilePlace:
-        """Where it lies in files."""
-        return self.extent.file_descriptor, self.file_offset_bytes, self.length_bytes
 
     def memory(self, address: int) -> ctypes.Array[ctypes.c_char]:
         """Its bytes in memory that the processor can read. address: of the slot's first byte. Copies nothing."""
@@ -208,11 +203,7 @@ class ChunkIO(Protocol):
         """Read one chunk of a slot. Waits until it is read. Raises StorageIOError; the memory is undefined then."""
 
 
-class RangeCopy(Protocol):
-    """A copy of a range of a slot that has begun, or that the device has queued."""
-
-    def wait(self) -> None:
-        """Order the device's next work after the copy. If threads make the copy, wait until it has ended.
-
-        Raises the StorageError that stopped the copy, StorageIOError if a drive no longer answers.
-        """
+# A copy of a range of a slot that has begun, or that the device has queued. To call it orders the device's next work after the
+# copy; if threads make the copy, it waits until that has ended. Raises the StorageError that stopped the copy, StorageIOError if
+# a drive no longer answers.
+RangeCopy = Callable[[], None]

@@ -288,7 +288,7 @@ class _Ring:
         for copies in (*self._reading.values(), *self._writing.values()):  # copies run here only after an error, which says why
             for copy in copies:
                 with suppress(StorageError):
-                    copy.wait()
+                    copy()
         self._memory = torch.empty(0, dtype=torch.uint8)  # the traceback of an error would keep it
 
     def read(self, number: int, begin: int) -> None:
@@ -334,7 +334,7 @@ def _wait(copies: dict[int, list[RangeCopy]], number: int) -> None:
     """Wait for the copies of slice `number`, if there are any, and forget them."""
     with annotate("wait", "for copies of a slice"):
         for copy in copies.get(number, ()):
-            copy.wait()
+            copy()
     copies.pop(number, None)
 
 

@@ -236,16 +236,16 @@ class Machine(ABC):
             writes: list[RangeCopy] = []
             for number in range(SLICES):
                 if number >= 2:
-                    writes[number - 2].wait()
+                    writes[number - 2]()
                 begin = number * self.unit // SLICES
                 buffer = memory[number % 2 * self.unit // SLICES :][: self.unit // SLICES]
-                self.pager.lending.copy_range(block, begin, buffer, to_slot=False).wait()
+                self.pager.lending.copy_range(block, begin, buffer, to_slot=False)()
                 self.queue_check(Lane.COMPUTE, buffer, before, f"slice {number} of {block.name}")
                 self.queue_fill(Lane.COMPUTE, buffer, value)
                 writes.append(self.pager.lending.copy_range(block, begin, buffer, to_slot=True))
                 self.time_passes()
             for write in writes:
-                write.wait()
+                write()
             self.expected[block] = value
             del memory, area, buffer
             self.pager.retire([], [])

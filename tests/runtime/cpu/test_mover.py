@@ -124,16 +124,16 @@ def test_ranges_are_compared_however_the_slot_was_written(checked: CpuMachine) -
     _tensor, block = checked.make(4 * MIB, 1)
     checked.pager.lending.lend([block])
     buffer = torch.full((2 * MIB,), 2, dtype=torch.uint8)
-    checked.pager.lending.copy_range(block, MIB, buffer, to_slot=True).wait()
+    checked.pager.lending.copy_range(block, MIB, buffer, to_slot=True)()
     for place in (0, MIB + 4096, 4 * MIB - 1):
         flip_a_bit(slot_of(block).extents[0], place)
         for begin in (0, 2 * MIB):
             copy = checked.pager.lending.copy_range(block, begin, buffer, to_slot=False)
             if begin <= place < begin + 2 * MIB:
                 with pytest.raises(ChecksumError):
-                    copy.wait()
+                    copy()
             else:
-                copy.wait()
+                copy()
         flip_a_bit(slot_of(block).extents[0], place)
     checked.pager.lending.give_back([block])
     within(SECONDS, lambda: checked.pager.acquire([block], 0, "read"))

@@ -304,10 +304,10 @@ def test_a_block_is_changed_in_its_slot(case: Case) -> None:
     half = block.size_bytes // 2
     for begin in (0, half):
         part = torch.zeros(half, dtype=torch.uint8)
-        case.pager.lending.copy_range(block, begin, part, to_slot=False).wait()
+        case.pager.lending.copy_range(block, begin, part, to_slot=False)()
         case.end_copies()
         part += 1
-        case.pager.lending.copy_range(block, begin, part, to_slot=True).wait()
+        case.pager.lending.copy_range(block, begin, part, to_slot=True)()
         case.end_copies()
     case.pager.lending.give_back([block])
     (value,) = part.unique().tolist()
