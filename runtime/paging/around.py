@@ -13,9 +13,9 @@ ended by then. A stage that needs the block waits until then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
 
 import torch
 
@@ -32,19 +32,6 @@ from runtime.system import checkpoint, first_of
 
 POLL_SECONDS = 0.001
 """Seconds between two looks at a copy that the device makes by itself: nothing notifies of its end."""
-
-
-class _Need(NamedTuple):
-    """What a stage needs. piece_bytes: of its new bytes, those that the device's allocator must have in one piece.
-
-    then_fetch: what to prefetch once its own copies have begun.
-    """
-
-    blocks: Sequence[Block]
-    new_bytes: int
-    what: str
-    then_fetch: Sequence[Block] = ()
-    piece_bytes: int = 0
 
 
 class Stages(PagerPart):
@@ -83,12 +70,12 @@ class Stages(PagerPart):
         Waits until all copies have ended, or will have before the device goes on. Raises BudgetError if it cannot fit,
         StorageError if a copy failed; then nothing is held.
         """
-        need = _Need(blocks, new_bytes, what, then_fetch, new_bytes if in_one_piece else 0)
+        hold = partial(self._hold, blocks, new_bytes, what, then_fetch, new_bytes if in_one_piece else 0)
         with self._lock:
             try:
-                self._hold(need)
+                hold()
             except DeviceMemoryError:
-                self._hold_alone(need)
+                self._hold_alone(hold, what)
 
     def acquire_again(self, blocks: Sequence[Block], new_bytes: int, what: str) -> None:
         """The stage that holds `blocks` found no memory in one piece: let all leave that can, and bring `blocks` back, close
@@ -99,7 +86,7 @@ class Stages(PagerPart):
         with self._lock:
             self._release(blocks)
             try:
-                self._hold_alone(_Need(blocks, new_bytes, what))
+                self._hold_alone(partial(self._hold, blocks, new_bytes, what), what)
             except BaseException:
                 self._transitions.pin(blocks)  # whoever holds them will let go of them
                 raise
@@ -125,45 +112,47 @@ class Stages(PagerPart):
                 self._release(blocks)
             self._transitions.note_peak()
 
-    def _hold_alone(self, need: _Need) -> None:
-        """Do what `_hold` does when everything has left that can."""
+    def _hold_alone(self, hold: Callable[[], None], what: str) -> None:
+        """Call `_hold` when everything has left that can."""
         self._room.empty()
         try:
-            self._hold(need)
+            hold()
         except DeviceMemoryError as error:
-            raise out_of_memory(self.account.budget_bytes or 0, need.what) from error
+            raise out_of_memory(self.account.budget_bytes or 0, what) from error
 
-    def _hold(self, need: _Need) -> None:
-        blocks = need.blocks
+    def _hold(
+        self, blocks: Sequence[Block], new_bytes: int, what: str, then_fetch: Sequence[Block] = (), piece_bytes: int = 0
+    ) -> None:
+        """Do what `acquire` says. piece_bytes: of `new_bytes`, those that the device's allocator must have in one piece."""
         self._transitions.pin(blocks)
         self._signal.out_of_memory = None  # of a prefetch that nobody has waited for
         try:
             checkpoint()
             away = [block for block in blocks if block.state is not ON_DEVICE]
             if away:
-                self._bring(away, need)
+                self._bring(away, new_bytes, what, then_fetch)
             else:
-                self._room.make_room(away, need.new_bytes, need.what)
-                self._transitions.reserve(need.new_bytes)
+                self._room.make_room(away, new_bytes, what)
+                self._transitions.reserve(new_bytes)
                 self._transitions.note_peak()
-                self._fetch(need.then_fetch)
+                self._fetch(then_fetch)
             self._mover.wait_resident(blocks)
-            self._pieces.stage_begins(need.what, need.new_bytes, blocks)
-            if need.piece_bytes:
-                self.device.try_memory(need.piece_bytes)
+            self._pieces.stage_begins(what, new_bytes, blocks)
+            if piece_bytes:
+                self.device.try_memory(piece_bytes)
         except BaseException:
             self._pieces.give_up()
             self._release(blocks)
             raise
 
-    def _bring(self, away: Sequence[Block], need: _Need) -> None:
+    def _bring(self, away: Sequence[Block], new_bytes: int, what: str, then_fetch: Sequence[Block]) -> None:
         """Reserve the memory of a stage, and bring the blocks to the device that were not there. Waits until they are."""
         while any(block.state is UPDATING for block in away):
             self._signal.wait(lambda: awaited([block for block in away if block.state is UPDATING]))
-        self._room.make_room(away, need.new_bytes, need.what)
+        self._room.make_room(away, new_bytes, what)
         coming = [block for block in away if block.state is PREFETCHING and not block.held_back]
-        self._begin_missing(away, need.new_bytes)
-        self._fetch(need.then_fetch)
+        self._begin_missing(away, new_bytes)
+        self._fetch(then_fetch)
         self._wait_for(away, coming)
 
     def _fetch(self, blocks: Sequence[Block]) -> None:

@@ -4,9 +4,8 @@ from runtime.storage.contents import Checksums, PageSums, UnchangedChunks
 from runtime.storage.file_space import FileSpace
 from runtime.storage.host import HostStore
 from runtime.storage.kvikio import KvikioStore, load_kvikio
-from runtime.storage.mapped import map_slot, reader_of
 from runtime.storage.posix import PosixStore, StagedStore
-from runtime.storage.slot_store import Store
+from runtime.storage.slot_store import Store, map_slot, reader_of
 from runtime.storage.store import (
     ALIGNMENT_BYTES,
     Chunk,

@@ -21,14 +21,15 @@ from runtime.device import DeviceBytes
 from runtime.storage.file_space import FileSpace
 from runtime.storage.store import Chunk, Slot, content_of, io_error
 
+# Of KvikIO's thread pool, which serves all callers. If KvikIO makes the copies itself, it cuts a chunk into tasks of this size.
+_THREADS, _TASK_BYTES = 16, 4 << 20
+
 _log = logging.getLogger(__name__)
 
 
 class KvikioStore(FileSpace):
     """A `Store` whose addresses are in device memory, over the files of a `FileSpace`.
 
-    threads, task_bytes: of KvikIO's thread pool, which serves all callers. If KvikIO makes the copies itself, it cuts a chunk
-    into tasks of `task_bytes`.
     kvikio: the module, by default the one that is installed.
     `description` tells how bytes travel: by GPUDirect Storage (`bypasses_host`), or through host memory if the drive, the file
     system or the driver does not support it. See [Note: KvikIO and streams].
@@ -40,16 +41,13 @@ class KvikioStore(FileSpace):
         directories: Sequence[str | os.PathLike[str]],
         *,
         budget_bytes: int | None,
-        threads: int = 16,
-        task_bytes: int = 4 << 20,
         kvikio: Any = None,
     ) -> None:
         self._kvikio = load_kvikio() if kvikio is None else kvikio
-        self._task_bytes = task_bytes
         self._settings = {
-            "num_threads": threads,
-            "task_size": task_bytes,
-            "bounce_buffer_size": task_bytes,
+            "num_threads": _THREADS,
+            "task_size": _TASK_BYTES,
+            "bounce_buffer_size": _TASK_BYTES,
             "gds_threshold": 0,  # small chunks are copied in the same way as large ones
             "auto_direct_io_read": True,
             "auto_direct_io_write": True,
@@ -121,7 +119,7 @@ class KvikioStore(FileSpace):
         where = f"at offset {offset:,}"
         memory = DeviceBytes(address + chunk.slot_offset_bytes + begin, size)
         try:
-            moved = call(memory, size, offset, self._task_bytes).get()
+            moved = call(memory, size, offset, _TASK_BYTES).get()
         except (RuntimeError, OSError) as error:
             raise io_error(f"{action} {where} ({error})", slot, chunk, getattr(error, "errno", None)) from error
         if moved != size:

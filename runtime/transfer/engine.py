@@ -5,15 +5,16 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
 import torch
 
 from planner.errors import UnsupportedError
-from runtime.storage import Checksums, Chunk, ChunkIO, FileDiffers, MoveChunk, Slot, Store, UnchangedChunks, align_up
+from runtime.storage import Checksums, Chunk, ChunkIO, FileDiffers, Slot, Store, UnchangedChunks, align_up
 from runtime.transfer import measurement
-from runtime.transfer.link import IsThere, Link, OnDone, Ready, Transfer
+from runtime.transfer.link import Link, OnDone, Ready, Transfer
 from runtime.transfer.measurement import LinkRates, TorchMemory
 
 _EXIT_SECONDS = 5.0  # how long the exit of the interpreter waits for chunks that are moving, over all threads
@@ -58,9 +59,13 @@ class Engine:
         self.chunk_io: ChunkIO = self._checksums or store
         self._unchanged = UnchangedChunks(self.chunk_io.read_chunk) if unchanged and self._memory.on_host else None
         self._names = f"device->{tier}", f"{tier}->device"
-        self._threads = threads
-        self._chunk_bytes = align_up(chunk_bytes)
-        self._stuck_after_seconds = stuck_after_seconds
+        self._link = partial(
+            Link,
+            drives=store.drives,
+            threads=threads,
+            chunk_bytes=align_up(chunk_bytes),
+            stuck_after_seconds=stuck_after_seconds,
+        )
         self.write_link, self.read_link = self._open_links()
         self.links = MappingProxyType({link.name: link for link in (self.write_link, self.read_link)})
         atexit.register(self._abandon)
@@ -133,20 +138,8 @@ class Engine:
 
     def _open_links(self) -> tuple[Link, Link]:
         read_chunk = self.chunk_io.read_chunk if self._unchanged is None else self._unchanged.read_chunk
-
-        def link(name: str, move: MoveChunk, is_there: IsThere | None = None) -> Link:
-            return Link(
-                name,
-                move,
-                is_there=is_there,
-                drives=self._store.drives,
-                threads=self._threads,
-                chunk_bytes=self._chunk_bytes,
-                stuck_after_seconds=self._stuck_after_seconds,
-            )
-
         outward, inward = self._names
-        return link(outward, self.chunk_io.write_chunk, self._is_there), link(inward, read_chunk)
+        return self._link(outward, self.chunk_io.write_chunk, is_there=self._is_there), self._link(inward, read_chunk)
 
     def _is_there(self, slot: Slot, chunk: Chunk, address: int) -> bool:
         """Whether a slot holds the bytes of a chunk already. Raises FileDiffers where it must, since it is in the user's file."""

@@ -189,15 +189,6 @@ class Link:
         if failed is not None:
             raise failed.failure_after()
 
-    def promote(self, transfer: Transfer) -> bool:
-        """See `Transfer.promote`."""
-        with self._lock:
-            queues = self._queues_with(transfer)
-            for queue in queues:
-                queue.remove(transfer)
-                queue.appendleft(transfer)
-            return bool(queues)
-
     def _join(self, thread: threading.Thread, timeout_seconds: float | None) -> None:
         if timeout_seconds is not None:
             return thread.join(timeout_seconds)
@@ -385,7 +376,12 @@ class Transfer:
 
         Return False if there is no such drive, because it has begun on all of them.
         """
-        return self.link.promote(self)
+        with self.link._lock:
+            queues = self.link._queues_with(self)
+            for queue in queues:
+                queue.remove(self)
+                queue.appendleft(self)
+            return bool(queues)
 
 
 class DriveQueue:

@@ -149,11 +149,11 @@ def _working(candidates: Iterable[PathCandidate], open_engine: OpenEngine, refus
 
 
 def _forced(candidates: Sequence[PathCandidate], name: str, open_engine: OpenEngine) -> StoragePath:
-    named = [candidate for candidate in candidates if candidate.name == name]
     try:
-        if not named:
-            raise UnsupportedError("there is no such path between this device and drives")
-        return _opened(named[0], open_engine)
+        for candidate in candidates:
+            if candidate.name == name:
+                return _opened(candidate, open_engine)
+        raise UnsupportedError("there is no such path between this device and drives")
     except UnsupportedError as error:
         others = ", ".join(repr(candidate.name) for candidate in candidates if candidate.name != name)
         raise UnsupportedError(
