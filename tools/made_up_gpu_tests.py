@@ -20,7 +20,14 @@ from tools.environments import ROOT, environment
 
 VERSIONS = ("2.11.0", "2.15.0")
 """The oldest that teraio supports, and the newest."""
-PACKAGES = ("kvikio-cu13==26.10.*", "pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.120", "nvidia-cuda-crt")
+PACKAGES = (
+    "kvikio-cu13==26.10.*",
+    "pytest>=8.3",
+    "pytest-timeout>=2.3",
+    "hypothesis>=6.120",
+    "nvidia-cuda-crt",
+    "safetensors>=0.8",
+)
 NOT_MADE_UP = 2
 
 

@@ -74,9 +74,8 @@ class CudaCopier:
             self._own.stream = stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         # A waiting thread must sleep: there are many of them, and the training thread needs its core.
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            driver.copy(stream, target=target, source=source, size_bytes=size_bytes)
-            done.record(stream)
+        driver.copy(stream, target=target, source=source, size_bytes=size_bytes)
+        done.record(stream)
         return done.synchronize
 
 

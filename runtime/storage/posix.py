@@ -57,8 +57,8 @@ class StagedStore(PosixStore):
     """A `Store` whose addresses are in device memory: `copier` copies between there and buffers, system calls the rest.
 
     A chunk is copied in parts of at most `buffer_bytes`. Each call has two buffers of this size: the drive works on one of
-    them while the device works on the other. So a chunk should be several times as long as a buffer. Calls that run at the
-    same time have separate buffers, and later calls use these again.
+    them while the device works on the other. Calls that run at the same time have separate buffers, and later calls use these
+    again. Small parts cost the training thread more: for each one, a thread asks for the interpreter's lock twice or more.
 
     The store does not order its copies after kernels. What a call reads or writes on the device must be ready when the call
     begins; it has been read or written when the call returns.
@@ -73,7 +73,7 @@ class StagedStore(PosixStore):
         copier: Copier,
         *,
         budget_bytes: int | None,
-        buffer_bytes: int = 4 << 20,
+        buffer_bytes: int = 8 << 20,
         checksums: bool = False,
     ) -> None:
         super().__init__(directories, budget_bytes=budget_bytes)

@@ -51,6 +51,9 @@ class SyncChecked:
         if step + 1 == STEPS:
             torch.cuda.set_sync_debug_mode("default")
             self.waited_seconds = self._waited() - self._before
+            torch.cuda.synchronize(DEVICE)  # the host runs ahead: what has moved is known when the GPU has done it
+            (pager,) = pagers()
+            pager.forget_dead()
 
     def _waited(self) -> float:
         (pager,) = pagers()

@@ -95,8 +95,13 @@ def test_misuse_ends_the_process_with_a_line_that_names_it(code: str, line: str)
         "ctypes.memset(host, 97, MIB); busy(s); copy(d, pageable, MIB, s); ctypes.memset(pageable, 98, MIB)\n"
         "back = ctypes.create_string_buffer(MIB); copy(back, d, MIB, s); assert back.raw == b'a' * MIB\n"
         "busy(s); copy(d, host, MIB, s); ctypes.memset(host, 98, MIB); copy(back, d, MIB, s); assert back.raw == b'b' * MIB",
+        # A thread that has called nothing of the runtime has no context for calls of the driver.
+        "import threading; d, h, s, found = memory(MIB), pinned(MIB), stream(), []\n"
+        "def call(): found.append(cuda.cuMemcpyAsync(d, h, ctypes.c_size_t(MIB), s))\n"
+        "def run(): call(); made('cudaEventCreate'); call()\n"
+        "thread = threading.Thread(target=run); thread.start(); thread.join(); assert found == [201, 0]",
     ],
-    ids=["late", "null stream", "pageable and pinned"],
+    ids=["late", "null stream", "pageable and pinned", "context"],
 )
 def test_it_does_as_a_real_driver(code: str) -> None:
     ended = run(code, MADE_UP_CUDA_DEVICE_BYTES=str(32 << 20), MADE_UP_CUDA_HOST_BYTES=str(32 << 20))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,66 +27,48 @@ class Stream:
         self.device = device
 
 
-class Cuda:
-    """Stands for the functions of torch.cuda that the copier uses. log: all events, in order."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, object]] = []
-        self.current: Stream | None = None
-        cuda = self
-
-        class Event:
-            def __init__(self, *, blocking: bool) -> None:
-                assert blocking
-
-            def record(self, stream: Stream) -> None:
-                assert stream is cuda.current
-                cuda.log.append(("record", stream))
-
-            def synchronize(self) -> None:
-                cuda.log.append(("wait", None))
-
-        self.Event = Event
-
-    @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        self.current = stream
-        yield
-        self.current = None
-
-    def copy(self, stream: Stream, *, target: int, source: int, size_bytes: int) -> None:
-        assert stream is self.current
-        ctypes.memmove(target, source, size_bytes)
-        self.log.append(("copy", stream))
-
-
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    cuda = Cuda()
+def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Stream | None]]:
+    """What is queued and what is waited for, in order."""
+    log: list[tuple[str, Stream | None]] = []
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking
+
+        def record(self, stream: Stream) -> None:
+            log.append(("record", stream))
+
+        def synchronize(self) -> None:
+            log.append(("wait", None))
+
+    def copy(stream: Stream, *, target: int, source: int, size_bytes: int) -> None:
+        ctypes.memmove(target, source, size_bytes)
+        log.append(("copy", stream))
+
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", cuda.Event)
-    monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
-    monkeypatch.setattr(driver, "copy", cuda.copy)
-    return cuda
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(driver, "copy", copy)
+    return log
 
 
 def memory() -> ctypes.Array[ctypes.c_char]:
     return ctypes.create_string_buffer(os.urandom(SIZE), SIZE)
 
 
-def test_bytes_go_from_source_to_target_and_only_the_copy_is_waited_for(cuda: Cuda) -> None:
+def test_bytes_go_from_source_to_target_and_only_the_copy_is_waited_for(log: list[tuple[str, Stream | None]]) -> None:
     copier = CudaCopier(torch.device("cuda"))
     target, source = memory(), memory()
     expected = target.raw[:4096] + source.raw[4096:6000] + target.raw[6000:]
     wait = copier.copy(target=ctypes.addressof(target) + 4096, source=ctypes.addressof(source) + 4096, size_bytes=6000 - 4096)
-    assert [name for name, _ in cuda.log] == ["copy", "record"]
+    assert [name for name, _ in log] == ["copy", "record"]
     wait()
-    assert [name for name, _ in cuda.log] == ["copy", "record", "wait"]
+    assert [name for name, _ in log] == ["copy", "record", "wait"]
     assert target.raw == expected
 
 
-def test_each_thread_copies_in_a_stream_of_its_own(cuda: Cuda) -> None:
+def test_each_thread_copies_in_a_stream_of_its_own(log: list[tuple[str, Stream | None]]) -> None:
     copier = CudaCopier(torch.device("cuda"))
     target, source = memory(), memory()
 
@@ -99,7 +79,7 @@ def test_each_thread_copies_in_a_stream_of_its_own(cuda: Cuda) -> None:
     copy(0)
     with ThreadPoolExecutor(1) as thread:
         list(thread.map(copy, range(2)))
-    streams = [stream for name, stream in cuda.log if name == "copy"]
+    streams = [stream for name, stream in log if name == "copy"]
     assert streams[0] is streams[1] and streams[2] is streams[3] and streams[0] is not streams[2]
     assert {stream.device for stream in streams if isinstance(stream, Stream)} == {torch.device("cuda", 1)}
 

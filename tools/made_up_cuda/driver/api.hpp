@@ -12,6 +12,10 @@ namespace made_up {
 // Remember an error as the calling thread's last one, as the runtime does. Returns it.
 cudaError_t failed(cudaError_t error);
 
+// The context of the calling thread: functions of the runtime enter it by themselves, and those of the driver fail outside of it.
+void enter_context();
+bool in_context();
+
 // Count a call of a function, for made_up_calls.
 void count(const char* function);
 

@@ -98,7 +98,10 @@ EXPORTED CUresult cuCtxGetCurrent(CUcontext* context) {
   *context = CONTEXT;
   return CUDA_SUCCESS;
 }
-EXPORTED CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
+EXPORTED CUresult cuCtxSetCurrent(CUcontext) {
+  enter_context();
+  return CUDA_SUCCESS;
+}
 EXPORTED CUresult cuCtxPushCurrent_v2(CUcontext) { return CUDA_SUCCESS; }
 EXPORTED CUresult cuCtxPopCurrent_v2(CUcontext* context) {
   *context = CONTEXT;
@@ -253,6 +256,7 @@ EXPORTED CUresult cuMemcpyDtoHAsync_v2(void* target, CUdeviceptr source, size_t 
   return result(copy(target, (void*)source, size, cudaMemcpyDeviceToHost, stream, false));
 }
 EXPORTED CUresult cuMemcpyAsync(CUdeviceptr target, CUdeviceptr source, size_t size, CUstream stream) {
+  if (!in_context()) return CUDA_ERROR_INVALID_CONTEXT;
   return result(copy((void*)target, (void*)source, size, cudaMemcpyDefault, stream, false));
 }
 // KvikIO copies through its bounce buffers with it. The order within the batch is free; here it is that of the arrays.

@@ -19,6 +19,7 @@ namespace made_up {
 namespace {
 
 thread_local cudaError_t last_error = cudaSuccess;
+thread_local bool entered = false;
 
 struct Calls {
   std::mutex mutex;
@@ -32,7 +33,11 @@ Calls& calls() {
 
 }  // namespace
 
+void enter_context() { entered = true; }
+bool in_context() { return entered; }
+
 cudaError_t failed(cudaError_t error) {
+  enter_context();
   if (error) last_error = error;
   return error;
 }
@@ -186,12 +191,14 @@ EXPORTED cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*)
 
 EXPORTED cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   count(__func__);
+  enter_context();
   return create_event(event, flags);
 }
 EXPORTED cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
 EXPORTED cudaError_t cudaEventDestroy(cudaEvent_t event) { return destroy_event(event); }
 EXPORTED cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
   count("cudaEventRecord");
+  enter_context();
   return record_event(event, stream);
 }
 EXPORTED cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecordWithFlags(event, stream, 0); }
@@ -394,6 +401,7 @@ static const struct {
     {cudaErrorInvalidDeviceFunction, "cudaErrorInvalidDeviceFunction", "invalid device function"},
     {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
     {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
+    {cudaErrorDeviceUninitialized, "cudaErrorDeviceUninitialized", "invalid device context"},
     {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
     {cudaErrorHostMemoryAlreadyRegistered, "cudaErrorHostMemoryAlreadyRegistered",
      "part or all of the requested memory range is already mapped"},
