@@ -14,11 +14,12 @@ stages, and the blocks that they make, are the same ones, and all that a plan sa
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from runtime.device import Mark
 from runtime.execution import StageRerun, StageRun, graph_of
 from runtime.paging import Block, Pager
+from runtime.system import annotate
 from teraio.following.schedule import StageSchedule
 from teraio.following.thinned import ThinnedPlans
 from teraio.profiling import Iteration, IterationRecorder, LateBlocks
@@ -210,6 +211,9 @@ class PlanCursor:
             self._pager.offload_all(leaving)
 
 
+_NOT_AGAIN = "it is a collective, which all ranks have to launch as often"
+
+
 class IterationObserver:
     """The `Observer` of a training run. All calls are for the training thread.
 
@@ -250,6 +254,51 @@ class IterationObserver:
         self._pager.advance_clock(zip((*run.read, *run.made), self._until_next_uses(run, position), strict=False))
         if self.plan.in_step:
             self.plan.stage_ended()
+
+    def run_stage(
+        self,
+        name: str,
+        work: Callable[[], Sequence[Block]],
+        *,
+        phase: str,
+        read: Sequence[Block],
+        written: Sequence[Block] = (),
+        freed: Sequence[Block] = (),
+        made_bytes: int = 0,
+        workspace_bytes: int = 0,
+        elements: int = 0,
+        collective: bool = False,
+    ) -> Sequence[Block]:
+        """Run `work`, which returns the blocks that it makes, as the next stage. For stages that are of no compiled graph.
+
+        read: all blocks that it needs on the device. written: those of them that it changes. freed: those that may be gone then.
+        elements: of parameters that it updates. collective: all ranks have to run it as often.
+        Waits for copies of blocks. Raises BudgetError before it begins if it does not fit, StorageError, and what `work` raises.
+        """
+        self._pager.acquire(read, made_bytes + workspace_bytes, name, then_fetch=self.stage_reached())
+        try:
+            begin = self.mark()
+            with annotate("update" if phase == "optimizer" else "stage", name):
+                made = work()
+            end = self.mark()
+        finally:
+            self._pager.retire(read, written, last_used=freed)
+        self.stage_ended(
+            StageRun(
+                name=name,
+                phase=phase,
+                begin=begin,
+                end=end,
+                workspace_bytes=workspace_bytes,
+                elements=elements,
+                read=read,
+                made=made,
+                written=written,
+                never_again=_NOT_AGAIN if collective else "",
+                collective_seconds=end.seconds_since(begin) if collective and not self._pager.device.asynchronous else 0.0,
+            )
+        )
+        return made
 
     def kept_stages(self) -> Collection[int]:
         return self.plan.kept_stages
