@@ -7,22 +7,8 @@ from collections.abc import Sequence
 import planner
 from planner.problem import live_bytes
 from planner.schema import short_fingerprint
-from teraio.cli.output import (
-    Column,
-    Data,
-    Facts,
-    Page,
-    Table,
-    budget_facts,
-    exact_bytes,
-    format_bytes,
-    format_seconds,
-    iteration_time,
-    named,
-    share,
-    some_seconds,
-    work_of,
-)
+from teraio.cli import output
+from teraio.cli.output import Column, Data, Facts, Page, Table, exact_bytes, format_bytes, format_seconds, share
 from teraio.cli.replay_summary import critical_fact, links_table, peak_facts, processor_fact, summarise_replay, waiting
 from teraio.cli.trace_summary import copy_seconds
 
@@ -48,7 +34,7 @@ def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None) -> Da
     return {
         **plan.model_dump(mode="json", include={"policy", "trace_fingerprint", "budgets", "solver", "predicted"}),
         "trace_name": None if trace is None else trace.name,
-        "work": None if trace is None else work_of(trace),
+        "work": None if trace is None else output.work_of(trace),
         "blocks_moved": len({move.block for move in plan.moves}),
         "dropped": sum(move.offload is None for move in plan.moves),
         "moves": sorted(moves, key=lambda move: -(move["size_bytes"] or 0)),
@@ -169,7 +155,7 @@ def plan_page(plan: Data, rows: int) -> Page:
         "plan for": plan["trace_name"] or f"trace {short_fingerprint(plan['trace_fingerprint'])}",
         "policy": plan["policy"],
         "solver": f"{solver['name']}: {ended}, {format_seconds(solver['solve_seconds'])}",
-        **budget_facts(plan["budgets"]),
+        **output.budget_facts(plan["budgets"]),
         "moves": f"{len(plan['moves'])} of {plan['blocks_moved']} blocks, {plan['dropped']} without a copy out",
         "recomputed": _recomputed(plan["reruns"]),
         "updates on the host": _updates(plan["host_updates"], plan["subgroups"]),
@@ -189,9 +175,9 @@ def plan_page(plan: Data, rows: int) -> Page:
 def _prediction(predicted: Data, work: Data | None) -> dict[str, str]:
     stall, iteration = predicted["stall_seconds"], predicted["iteration_seconds"]
     return {
-        "iteration": iteration_time(iteration, work),
+        "iteration": output.iteration_time(iteration, work),
         "without waiting": format_seconds(predicted["ideal_seconds"]),
-        "recomputation": some_seconds(predicted.get("recompute_seconds")),
+        "recomputation": output.some_seconds(predicted.get("recompute_seconds")),
         "no plan is faster than": format_seconds(predicted["lower_bound_seconds"]),
         "stall": f"{format_seconds(stall)}, {share(stall, iteration)}",
         **peak_facts(predicted["peak_bytes"]),
@@ -216,8 +202,8 @@ def _reruns(reruns: Sequence[Data], rows: int) -> Table:
     """The last two columns tell why a stage runs again: what it takes, and what copying its blocks out and in would take."""
     columns: dict[str, Column] = {
         ">group": "group",
-        "stage": lambda each: named(each["stage"], each["stage_name"]),
-        "runs again before": lambda each: named(each["at"], each["at_name"]),
+        "stage": lambda each: output.named(each["stage"], each["stage_name"]),
+        "runs again before": lambda each: output.named(each["at"], each["at_name"]),
         ">makes": "size_bytes",
         ">in": "seconds",
         ">copies would take": "copy_seconds",
@@ -235,14 +221,14 @@ def _moves(moves: Sequence[Data], rows: int) -> Table:
 
     reasons: dict[str, Column] = {
         ">over budget if nothing leaves": excess,
-        "in": lambda move: named(move["relieved_stage"], move["relieved_name"]),
+        "in": lambda move: output.named(move["relieved_stage"], move["relieved_name"]),
     }
     columns: dict[str, Column] = {
-        "block": lambda move: named(move["block"], move["block_name"]),
+        "block": lambda move: output.named(move["block"], move["block_name"]),
         ">size": "size_bytes",
         "tier": "tier",
-        "after": lambda move: named(move["after"], move["after_name"]),
-        "before": lambda move: named(move["before"], move["before_name"]),
+        "after": lambda move: output.named(move["after"], move["after_name"]),
+        "before": lambda move: output.named(move["before"], move["before_name"]),
         ">copy out": lambda move: "dropped" if move["offload_start"] is None else str(move["offload_start"]),
         ">copy in": lambda move: "does not come back" if move["prefetch_start"] is None else str(move["prefetch_start"]),
         **(reasons if any(move["size_bytes"] is not None for move in moves) else {}),

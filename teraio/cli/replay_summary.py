@@ -8,20 +8,8 @@ import planner
 from planner.problem import recompute_seconds
 from planner.schema import Link
 from planner.simulator import STAGES, PathSegment, critical_path
-from teraio.cli.output import (
-    Data,
-    Facts,
-    Page,
-    Table,
-    budget,
-    exact_bytes,
-    format_bytes,
-    format_seconds,
-    iteration_time,
-    share,
-    some_seconds,
-    work_of,
-)
+from teraio.cli import output
+from teraio.cli.output import Data, Facts, Page, Table, exact_bytes, format_bytes, format_seconds, share
 
 _ROUNDING_SECONDS = 1e-9  # sums of times differ by less: a shorter stall is none
 
@@ -45,7 +33,7 @@ def summarise_replay(trace: planner.Trace, plan: planner.Plan, timeline: planner
     ]
     path = critical_path(trace, plan, timeline)
     return {
-        "work": work_of(trace),
+        "work": output.work_of(trace),
         "iteration_seconds": timeline.iteration_seconds,
         "ideal_seconds": trace.ideal_seconds,
         "recompute_seconds": recompute_seconds(trace, plan.recompute),
@@ -91,12 +79,12 @@ def replay_page(replay: Data, rows: int) -> Page:
     """Show overview, links, and `rows` each of the longest stalls and of the copies on the critical path."""
     iteration = replay["iteration_seconds"]
     overview = {
-        "iteration": iteration_time(iteration, replay["work"]),
+        "iteration": output.iteration_time(iteration, replay["work"]),
         "in the plan's file": "not given" if replay["planned_seconds"] is None else format_seconds(replay["planned_seconds"]),
         "without waiting": format_seconds(replay["ideal_seconds"]),
-        "recomputation": some_seconds(replay["recompute_seconds"]),
+        "recomputation": output.some_seconds(replay["recompute_seconds"]),
         "stall": f"{format_seconds(replay['stall_seconds'])}, {share(replay['stall_seconds'], iteration)}",
-        "device budget": budget(replay["device_budget_bytes"]),
+        "device budget": output.budget(replay["device_budget_bytes"]),
         **peak_facts(replay["peak_bytes"]),
         "host's processor": processor_fact(replay["host_processor"], iteration),
         "written to storage": exact_bytes(replay["storage_written_bytes"]),
