@@ -25,10 +25,9 @@ from runtime.system import uninterrupted
 from teraio.machine import Shared
 from teraio.optimizer import ProcessSteps, keep_masters, promise
 from teraio.options import Options
-from teraio.parked import BESIDE, Parked
 from teraio.ranks import RankGroup, only_first_rank_informs, open_group, rank_place
 from teraio.training_run import RunParts, TrainingRun
-from teraio.watching import IterationStats, Status
+from teraio.watching import BESIDE, IterationStats, Parked, Status
 
 logger = logging.getLogger("teraio")
 

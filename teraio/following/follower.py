@@ -37,8 +37,7 @@ from planner.schema import Lengths
 from teraio.following.corrections import Corrections, planned_starts
 from teraio.following.drift import Drift, Expectation, Observation, drift_of, iterations_drift, remeasured, stages_plainly_off
 from teraio.following.observer import IterationObserver
-from teraio.following.schedule import StageSchedule
-from teraio.following.thinned import ThinnedPlans
+from teraio.following.schedule import StageSchedule, ThinnedPlans
 from teraio.machine import Machine
 from teraio.options import Options
 from teraio.planning import BackgroundPlanner, PlanMade, save

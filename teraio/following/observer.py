@@ -20,8 +20,7 @@ from runtime.device import Mark
 from runtime.execution import StageRerun, StageRun, graph_of
 from runtime.paging import Block, Pager
 from runtime.system import annotate
-from teraio.following.schedule import StageSchedule
-from teraio.following.thinned import ThinnedPlans
+from teraio.following.schedule import StageSchedule, ThinnedPlans
 from teraio.profiling import Iteration, IterationRecorder, LateBlocks
 
 
