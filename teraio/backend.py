@@ -181,7 +181,7 @@ def _compile_for(
     run.note_parameters(parameters.values())
     parts = [part for each, value in zip(inputs, example_inputs, strict=False) for part in _parts(each, value)]
     programs: list[Program] = []
-    larger = _has_sizes(example_inputs) and run.outgrown(name for name, kind in inputs if kind == "parameter")
+    larger = _has_sizes(example_inputs) and run.needs.outgrown(name for name, kind in inputs if kind == "parameter")
     if larger:
         logger.info("a graph is compiled again, in smaller stages: with inputs as large as these it might not fit otherwise")
 

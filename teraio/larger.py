@@ -102,7 +102,7 @@ class UnderBudget:
         with torch.no_grad():
             whole = tensor.is_contiguous() and unchanged_since_mapped(tensor.data_ptr(), tensor.nbytes)
             if whole and self._operators.has_drives:
-                tensor.data = self._operators.in_file(found.path, found.offset_bytes, tensor.shape, tensor.dtype)
+                tensor.data = self._operators.in_file(*found, tensor.shape, tensor.dtype)
             else:
                 tensor.data = tensor.detach().clone()  # what a file lends cannot leave
 
@@ -211,20 +211,13 @@ def _result_bytes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     return sum(each.untyped_storage().nbytes() for each in tree_leaves(results) if isinstance(each, Tensor))
 
 
-class _Behind(NamedTuple):
-    """Where a file has the bytes of a tensor."""
-
-    path: Path
-    offset_bytes: int
-
-
-def _file_behind(tensor: Tensor) -> _Behind | None:
-    """Return where the safetensors file that is mapped privately as the tensor's memory has its bytes; None for other memory."""
+def _file_behind(tensor: Tensor) -> tuple[Path, int] | None:
+    """Return the safetensors file that is mapped privately as the tensor's memory, and where its bytes begin; else None."""
     address = tensor.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         area, access, offset, _, _, *name = line.split(maxsplit=5)
         if name and name[0].endswith(".safetensors") and access.endswith("p"):
             begin, end = (int(each, 16) for each in area.split("-"))
             if begin <= address and address + tensor.nbytes <= end:
-                return _Behind(Path(name[0]), int(offset, 16) + address - begin)
+                return Path(name[0]), int(offset, 16) + address - begin
     return None

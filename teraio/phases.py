@@ -344,7 +344,7 @@ class PlanningPhase(Phase):
             return self
         if self._smaller is not None:
             self._smaller.end()
-        return PlannedPhase(self._run, self._profile, made.plan)
+        return PlannedPhase(self._run, self._profile, made[1])
 
     def end(self) -> None:
         self._run.background.cancel()

@@ -15,10 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from planner.errors import OptionsError, RankError
 from planner.schema import short_repr
+
+if TYPE_CHECKING:  # options are read without torch
+    from torch.distributed.distributed_c10d import Store
 
 logger = logging.getLogger("teraio")
 
@@ -79,15 +82,6 @@ def rank_place() -> RankPlace:
     if not (place.local_rank < place.local_world_size <= place.world_size and place.local_rank <= place.rank < place.world_size):
         raise OptionsError(f"environment variables RANK and others contradict each other: {place}; start with torchrun")
     return place
-
-
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that is used."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def add(self, key: str, amount: int) -> int: ...
 
 
 class RankGroup:
@@ -208,7 +202,7 @@ def open_group(local_ranks: int, *, timeout_seconds: float) -> RankGroup | None:
     place = rank_place()
     if place.local_world_size == 1 or local_ranks != place.local_world_size:
         return None
-    import torch.distributed as dist  # options are read without torch
+    import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
         logger.warning(

@@ -74,7 +74,7 @@ class Registry:
                     for optimizer in self._optimizers:
                         self._runs[key].manage_optimizer(optimizer)
                 run = self._runs[key]
-            run.expect(optimizers)
+            run.steps.expect(optimizers)
             return run
 
     def _end_others(self, key: tuple[Options, torch.device], parameters: Sequence[torch.Tensor]) -> list[Optimizer]:
@@ -92,7 +92,7 @@ class Registry:
                 len(parameters),
                 "other options" if budget is None else f"the budget of {budget:,} bytes",
             )
-        optimizers = [optimizer for run in ending for optimizer in run.optimizers()]
+        optimizers = [optimizer for run in ending for optimizer in run.steps.optimizers()]
         if ending:
             logger.info("the model is compiled again: its run with other options ends")
         _close_all(ending, replaced=True)
@@ -166,7 +166,7 @@ class Registry:
 
     def wait_for_plan(self, timeout_seconds: float | None = None) -> bool:
         """Wait until no plan is being made, or until the time is over. See `teraio.wait_for_plan`."""
-        return all(run.wait_for_plan(timeout_seconds) for run in self.runs())
+        return all(run.background.wait(timeout_seconds) for run in self.runs())
 
     def step_done(self) -> None:
         """An iteration of all runs has ended. See `teraio.step_done`."""

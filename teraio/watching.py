@@ -34,8 +34,6 @@ class Status:
     timed.
     recomputed_stages, recomputed_bytes, recompute_seconds: forward stages that ran again in the last iteration, the size of
     what they recomputed, and how long they took.
-    collective_seconds: seconds of the last iteration in collectives inside of graphs, by stage: their work, and waiting for other
-    ranks. Empty on a GPU, where the host does not wait.
     reserved_bytes: what PyTorch's allocator has taken from the GPU, handed out or not. allocator_retries: how often so far it had
     to wait for the GPU and take free memory away. None on CPU.
     replans: how often a plan made from measured times has replaced the plan before it.
@@ -62,7 +60,6 @@ class Status:
     recomputed_stages: int
     recomputed_bytes: int
     recompute_seconds: float
-    collective_seconds: dict[str, float]
     reserved_bytes: int | None
     allocator_retries: int | None
     replans: int
@@ -106,8 +103,8 @@ class IterationStats:
 class History:
     """The iterations of one run. `note` is for the training thread, all else for any.
 
-    finished: how many have ended. reruns: of the last one. waited_seconds, recompute_seconds, collective_seconds: of the last one
-    whose stages were timed, see `Status`.
+    finished: how many have ended. reruns: of the last one. waited_seconds, recompute_seconds: of the last one whose stages were
+    timed, see `Status`.
     """
 
     def __init__(self, machine: Machine, pager: Pager) -> None:
@@ -118,7 +115,6 @@ class History:
         self.finished = 0
         self.reruns: Sequence[RerunRecord] = ()
         self.waited_seconds = self.recompute_seconds = 0.0
-        self.collective_seconds: dict[str, float] = {}
 
     def note(self, iteration: Iteration, phase: RunPhase, predicted_seconds: float | None, *, run: int) -> IterationStats:
         """Take in an iteration that has ended, and whose times are known. run: its number, for `IterationStats`."""
@@ -127,7 +123,6 @@ class History:
         if iteration.timed:
             self.waited_seconds = iteration.waited_seconds
             self.recompute_seconds = sum(rerun.seconds for rerun in iteration.reruns)
-            self.collective_seconds = iteration.collective_seconds
         stats = IterationStats(
             run=run,
             iteration=self.finished,

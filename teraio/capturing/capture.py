@@ -30,7 +30,7 @@ from planner.errors import OptionsError, UnsupportedError
 from planner.schema import MAX_TEXT_CHARACTERS
 from runtime.execution import StageFunction
 from teraio.capturing.hardware import MachineDescription
-from teraio.capturing.modelled import DescribedHostRates, EagerWork, KnownValues, ModelledDevice, ModelledMachine
+from teraio.capturing.modelled import DescribedHostRates, EagerWork, KnownValues, ModelledDevice, modelled_machine
 from teraio.capturing.pretended_gpu import answering, pretended_gpu
 from teraio.machine import Shared
 from teraio.options import Options
@@ -105,7 +105,7 @@ class _Capture:
             ),
             device,
             RunParts(
-                open_machine=lambda *_: ModelledMachine.of(self._device, self._description.hardware),
+                open_machine=lambda *_: modelled_machine(self._device, self._description.hardware),
                 speed_of=self._description.speed_of,
                 codegen=partial(self._codegen, fuses=options.codegen != "eager"),
                 host_rates=DescribedHostRates(self._description.hardware.host_update_elements_per_second),

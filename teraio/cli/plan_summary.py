@@ -1,4 +1,4 @@
-"""The results of `teraio plan` and `teraio inspect PLAN`, a plan and why its blocks move; that of `teraio simulate`, its replay."""
+"""The results of `teraio plan` and `teraio inspect PLAN`, a plan and why its blocks move; that of `teraio simulate`: a replay."""
 
 from __future__ import annotations
 

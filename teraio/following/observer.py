@@ -141,10 +141,6 @@ class PlanCursor:
         """Numbers of the stages of this region that run again later."""
         return self.schedule.kept[self._next_region - 1] if self.in_step and self.schedule is not None else ()
 
-    def to_prefetch(self) -> list[Block]:
-        """Return what is to be prefetched at this position, where a plan is followed."""
-        return self._to_prefetch(self.position)
-
     def stage_ended(self) -> None:
         """Offload and drop what the plan says after the stage at this position, and go on to the next one. For runs in step."""
         self._leave(self.position)
@@ -160,7 +156,7 @@ class PlanCursor:
         while self.reruns_due and self.schedule is not None:
             made = (self._by_id.get(i) for i in self.schedule.reruns.made[self.position])
             self.rerun_position = self.position
-            yield [block for block in made if block is not None], self._to_prefetch(self.position)
+            yield [block for block in made if block is not None], self.to_prefetch(self.position)
             self.rerun_position = None
             self._leave(self.position)
             self.position += 1
@@ -188,14 +184,15 @@ class PlanCursor:
 
     # -- one position
 
-    def _to_prefetch(self, position: int) -> list[Block]:
+    def to_prefetch(self, position: int) -> list[Block]:
+        """Return what is to be prefetched at a position, where a plan is followed."""
         if self._moving is None:
             return []
         planned, by_id = self._moving.fetch_at[position], self._by_id
         return [by_id[i] for i in planned if i in by_id] if planned else []
 
     def _prefetch(self, position: int) -> None:
-        for block in self._to_prefetch(position):
+        for block in self.to_prefetch(position):
             self._pager.prefetch(block)
 
     def _leave(self, position: int) -> None:
@@ -242,7 +239,7 @@ class IterationObserver:
         return self.recorder.mark()
 
     def stage_reached(self) -> Sequence[Block]:
-        return self.plan.to_prefetch() if self.plan.in_step else ()
+        return self.plan.to_prefetch(self.plan.position) if self.plan.in_step else ()
 
     def stage_ended(self, run: StageRun) -> None:
         region = self.recorder.region

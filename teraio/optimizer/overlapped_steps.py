@@ -231,7 +231,7 @@ class Member(NamedTuple):
         """Return the blocks. What is none becomes one."""
         owned = OwnedParameter(self.eligibility.number, self.eligibility.group, self.parameter)
         own = self.managed.block(self.parameter, f"optimizer/parameter.{owned.number}", "parameter")
-        return own, *self.managed.states.blocks(owned)
+        return own, *self.managed.state_blocks(owned)
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,31 +161,28 @@ class OptimizerSteps(OwnHooks):
     def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a step by subgroups, or bring in what it touches. Its gradients are there: a closure has been called."""
         with uninterrupted():
-            self._begin(optimizer, args, kwargs)
-
-    def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        managed = self._optimizers.of(optimizer)
-        facts = managed.renew()
-        self.between_regions()
-        active = self._active()
-        included = self._automatic or managed.chosen
-        reason = facts.reason_to_stay_whole(args, kwargs)
-        done = self.overlap.step_begins(managed, reason, included=included) if self.overlap is not None else frozenset()
-        if not included or not active or not managed.has_blocks:
-            return
-        if reason is not None:
-            if facts.keeps_masters:
-                refuse_with_masters(facts, reason)
-            self._say(f"{facts.name} is updated as a whole: {reason}")
-            if closure_of(args, kwargs) is not None and not facts.closure_first:  # its passes need the memory
+            managed = self._optimizers.of(optimizer)
+            facts = managed.renew()
+            self.between_regions()
+            active = self._active()
+            included = self._automatic or managed.chosen
+            reason = facts.reason_to_stay_whole(args, kwargs)
+            done = self.overlap.step_begins(managed, reason, included=included) if self.overlap is not None else frozenset()
+            if not included or not active or not managed.has_blocks:
                 return
-        if not managed.adopted:
-            managed.adopt(self._loaded)
-        if reason is None:
-            undo_if_interrupted(managed.step_ended)  # also if PyTorch's own call, or the way to it, is interrupted
-            self._subgroups.run(managed, done=done)
-        else:
-            self._whole.begin(managed, reason)
+            if reason is not None:
+                if facts.keeps_masters:
+                    refuse_with_masters(facts, reason)
+                self._say(f"{facts.name} is updated as a whole: {reason}")
+                if closure_of(args, kwargs) is not None and not facts.closure_first:  # its passes need the memory
+                    return
+            if not managed.adopted:
+                managed.adopt(self._loaded)
+            if reason is None:
+                undo_if_interrupted(managed.step_ended)  # also if PyTorch's own call, or the way to it, is interrupted
+                self._subgroups.run(managed, done=done)
+            else:
+                self._whole.begin(managed, reason)
 
     def _say(self, message: str) -> None:
         if message not in self._said:
@@ -196,18 +193,16 @@ class OptimizerSteps(OwnHooks):
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if optimizer_inside(optimizer) is not None:
             return
+        managed = self._optimizers.of(optimizer)
         with uninterrupted():
-            self._end(self._optimizers.of(optimizer))
-
-    def _end(self, managed: ManagedOptimizer) -> None:
-        cut = managed.step_ended()
-        forget_undo(managed.step_ended)
-        whole = self._whole.end(managed)
-        if managed.has_had_blocks:
-            if not (cut or whole) and (self._automatic or managed.chosen) and self._active() and self._reads_where_it_waits:
-                managed.adopt(self._loaded)  # the states that the step may have made
-            managed.states.count()
-            self._step_done(managed.optimizer)
+            cut = managed.step_ended()
+            forget_undo(managed.step_ended)
+            whole = self._whole.end(managed)
+            if managed.has_had_blocks:
+                if not (cut or whole) and (self._automatic or managed.chosen) and self._active() and self._reads_where_it_waits:
+                    managed.adopt(self._loaded)  # the states that the step may have made
+                managed.count_states()
+                self._step_done(optimizer)
 
 
 _WHOLE = "optimizer/whole"
@@ -276,7 +271,7 @@ class _WholeSteps:
         with self._pager.device.region():
             try:
                 parameters = owned_parameters(managed.optimizer)
-                made = managed.states.made([parameters[number] for number in subgroup.numbers], subgroup.read)
+                made = managed.made_states([parameters[number] for number in subgroup.numbers], subgroup.read)
             finally:
                 self._pager.retire(subgroup.read, subgroup.read, last_used=subgroup.states)
             self._recorder.stage_ended(
@@ -347,27 +342,20 @@ class ProcessSteps(OwnHooks):
     """Hooks all optimizer steps of the process. runs: returns the training runs that there are now.
 
     in_main_memory: returns what stands for a tensor that is away from a GPU, for whoever saves the state of an optimizer.
-    wanted: returns whether torch.compile was called with teraio as its backend.
     """
 
     def __init__(
-        self,
-        runs: Callable[[], Sequence[Run]],
-        *,
-        in_main_memory: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-        wanted: Callable[[], bool] = lambda: "teraio.backend" in sys.modules,
+        self, runs: Callable[[], Sequence[Run]], *, in_main_memory: Callable[[Tensor], Tensor] = lambda tensor: tensor
     ) -> None:
         self._runs = runs
         self._in_main_memory = in_main_memory
-        self._wanted = wanted
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._had_runs = False
-        self._handles = [register_optimizer_step_pre_hook(self._before)]
+        self._handle = register_optimizer_step_pre_hook(self._before)
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
@@ -406,7 +394,7 @@ class ProcessSteps(OwnHooks):
         if not moves(total):
             return
         name = type(optimizer).__name__
-        if not runs and not self._had_runs and self._wanted():
+        if not runs and not self._had_runs and "teraio.backend" in sys.modules:  # torch.compile has called it
             self._had_runs = True  # say it once
             logger.warning(
                 "%s steps, but torch.compile has not given teraio any graph: this training is not managed%s. Set "

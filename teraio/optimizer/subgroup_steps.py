@@ -154,8 +154,8 @@ class _SubgroupStep:
             yield None
             return
         owned = self.step.parameters[subgroup.numbers[0]]
-        states, facts = self.managed.states, self.step.facts
-        with lent_slices(self.by.pager, facts, owned, subgroup.slicing, stage, lambda name: states.name(owned, name)) as update:
+        facts, name_of = self.step.facts, self.managed.state_name
+        with lent_slices(self.by.pager, facts, owned, subgroup.slicing, stage, lambda name: name_of(owned, name)) as update:
             yield update
 
     def _update(
@@ -194,7 +194,7 @@ class _SubgroupStep:
                 self.groups.restore()
                 # Before the pager takes back what was reserved for new states.
                 if subgroup.fresh_bytes:
-                    made = self.managed.states.made([self.step.parameters[number] for number in subgroup.numbers], read)
+                    made = self.managed.made_states([self.step.parameters[number] for number in subgroup.numbers], read)
                 if gradients is not None:
                     unchanged = gradients.unchanged(pager.known_block)
         finally:

@@ -12,9 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import planner
 from planner.errors import RankError
@@ -29,37 +27,12 @@ from teraio.ranks import RankGroup
 _GRACE_SECONDS = 120.0
 
 
-class Job(Protocol):
-    """A plan in the making, see `PlanningJob`."""
-
-    @property
-    def done(self) -> bool: ...
-    def wait(self, timeout_seconds: float | None) -> bool: ...
-    def result(self) -> planner.Plan: ...
-    def cancel(self) -> None: ...
-
-
-class StartJob(Protocol):
-    """Starts a job and never waits for its plan.
-
-    known: a plan for this trace, for which only what is followed for shorter inputs is to be found out.
-    """
-
-    def __call__(
-        self,
-        trace: planner.Trace,
-        budgets: planner.Budgets,
-        *,
-        time_limit_seconds: float,
-        known: planner.Plan | None = None,
-    ) -> Job: ...
-
-
 class PlanningJob:
     """One run of the solver. It starts when the object is made; nobody has to wait for it.
 
-    known: as for `StartJob`. time_limit_seconds: for the solver. grace_seconds: for everything else, such as reading, building
-    the model and checking; when both are over, the job ends with SolverError.
+    known: a plan for this trace, for which only what is followed for shorter inputs is to be found out.
+    time_limit_seconds: for the solver. grace_seconds: for everything else, such as reading, building the model and checking; when
+    both are over, the job ends with SolverError.
     """
 
     def __init__(
@@ -179,16 +152,10 @@ def _lifeline() -> Iterator[int]:
 
 logger = logging.getLogger("teraio")
 
+StartJob = Callable[..., PlanningJob]  # with its arguments; never waits for the plan
+
 # Takes a plan that was made, and returns the one to follow. May raise a TeraioError.
 Choose = Callable[[planner.Plan], planner.Plan]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanMade:
-    """A plan and the trace that it was made for."""
-
-    trace: planner.Trace
-    plan: planner.Plan
 
 
 def _as_made(plan: planner.Plan) -> planner.Plan:
@@ -215,7 +182,7 @@ class BackgroundPlanner:
         self._machine = machine
         self._pager = pager
         self._start_job = start_job
-        self._job: Job | None = None
+        self._job: PlanningJob | None = None
         self._trace: planner.Trace | None = None
         self._ranks = ranks
         self._shared: RankPlan | None = None
@@ -254,7 +221,7 @@ class BackgroundPlanner:
         """Start to plan for `trace`, once for all equal ranks of this machine. Cancels a job that has not been taken.
 
         Never waits for the plan. `take` has to be called at the end of each iteration then: it tells and asks the other ranks.
-        choose: decides on the rank that plans, for all of them. known: as for `StartJob`.
+        choose: decides on the rank that plans, for all of them. known: as for `PlanningJob`.
         """
         self.cancel()
         self._trace, self._choose = trace, choose
@@ -294,8 +261,8 @@ class BackgroundPlanner:
     def _start_job_for(self, trace: planner.Trace, budgets: planner.Budgets, known: planner.Plan | None) -> None:
         self._job = self._start_job(trace, budgets, time_limit_seconds=self._options.solver_time_limit, known=known)
 
-    def take(self) -> PlanMade | None:
-        """Return the plan if it is ready, else None. Afterwards there is no job. Never waits.
+    def take(self) -> tuple[planner.Trace, planner.Plan] | None:
+        """Return the plan with the trace that it was made for if it is ready, else None. Afterwards there is no job. Never waits.
 
         Raises the TeraioError that planning ended with.
         """
@@ -308,7 +275,7 @@ class BackgroundPlanner:
         if plan is None or trace is None:
             return None
         self._shared = self._trace = None
-        return PlanMade(trace=trace, plan=plan)
+        return trace, plan
 
     def _take_job(self) -> planner.Plan | None:
         """Return the plan of this rank's job if it is ready; there is no job then. Raises as `take` does."""
