@@ -161,7 +161,10 @@ def _with_immovable(error: BudgetError, arguments: Sequence[Any], kinds: Sequenc
         for value, kind in tensors
         if value.device.type == "cpu" and (storage := holder_of(value).untyped_storage()).nbytes() >= MIN_MOVED_BYTES
         # Other tensors were made before teraio's allocator; parameters and buffers get memory of it.
-        if storage.is_shared() or not storage.resizable() or kind == "activation" or registry.REGISTRY.stays(storage)
+        if storage.is_shared()
+        or not storage.resizable()
+        or kind == "activation"
+        or registry.REGISTRY.shared.ownership.stays(storage)
     }
     return error.asking_for(error.smallest_bytes + sum(storages.values()), not_counted=error.not_counted)
 
@@ -181,7 +184,8 @@ def _compile_for(
     run.note_parameters(parameters.values())
     parts = [part for each, value in zip(inputs, example_inputs, strict=False) for part in _parts(each, value)]
     programs: list[Program] = []
-    larger = _has_sizes(example_inputs) and run.needs.outgrown(name for name, kind in inputs if kind == "parameter")
+    symbolic = any(isinstance(each, torch.SymInt) for each in example_inputs)
+    larger = symbolic and run.needs.outgrown(name for name, kind in inputs if kind == "parameter")
     if larger:
         logger.info("a graph is compiled again, in smaller stages: with inputs as large as these it might not fit otherwise")
 
@@ -197,10 +201,6 @@ def _compile_for(
         compiled = compile_fx(gm, example_inputs, inner_compile=cast(Any, compile_graph), decompositions=decompositions)
     run.check(programs, for_larger=larger)
     return cast(Callable[..., Any], compiled)
-
-
-def _has_sizes(example_inputs: Sequence[Any]) -> bool:
-    return any(isinstance(each, torch.SymInt) for each in example_inputs)
 
 
 def _donate_nothing() -> None:
@@ -235,10 +235,8 @@ def _telling(parameters: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:
-    for value in inputs:
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            return value.device
-    return torch.device("cpu")
+    tensors = (value for value in inputs if isinstance(value, torch.Tensor))
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 
 
 def _describe_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[tuple[str, Kind]]:

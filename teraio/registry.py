@@ -116,10 +116,6 @@ class Registry:
                     name,
                 )
 
-    def stays(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether no run may move the storage, since its memory was given away."""
-        return self.shared.ownership.stays(storage)
-
     def runs(self) -> tuple[TrainingRun, ...]:
         """Return all runs, in order of creation."""
         with self._lock:

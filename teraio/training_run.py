@@ -145,7 +145,19 @@ class TrainingRun:
             explained=self.needs.with_all_that_is_known,
         )
         self._sharded = ShardedParameters(self._pager, self._calls)
-        self.steps = self._optimizer_steps(options, subgroups, parts.host_rates)
+        self.steps = OptimizerSteps(
+            self._pager,
+            self._observer,
+            active=self._is_managed,
+            step_done=self._step_done,
+            automatic=options.optimizer == "auto",
+            ensure_room=self.needs.ensure_room,
+            overlap=options.overlap_step,
+            rates=parts.host_rates or self._host_rates(options),
+            sizes=subgroups,
+            sharded=self._sharded,
+            broadcasts=UpdateBroadcasts(self._calls),
+        )
         self._additions = AddedGradients(self._pager, self._observer)
         self.background = BackgroundPlanner(options, machine, self._pager, start_job=parts.start_job, ranks=ranks)
         self._border = IterationBorder()
@@ -178,21 +190,6 @@ class TrainingRun:
         self._compiled_now = True
         self._ended: _Ended | None = None
         self._replaced = False
-
-    def _optimizer_steps(self, options: Options, subgroups: SubgroupSizes, rates: HostRates | None) -> OptimizerSteps:
-        return OptimizerSteps(
-            self._pager,
-            self._observer,
-            active=self._is_managed,
-            step_done=self._step_done,
-            automatic=options.optimizer == "auto",
-            ensure_room=self.needs.ensure_room,
-            overlap=options.overlap_step,
-            rates=rates or self._host_rates(options),
-            sizes=subgroups,
-            sharded=self._sharded,
-            broadcasts=UpdateBroadcasts(self._calls),
-        )
 
     def _host_rates(self, options: Options) -> HostRates | None:
         if self._machine.host_bytes is None or not options.host_updates:

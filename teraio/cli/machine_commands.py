@@ -17,8 +17,7 @@ from rich.text import Text
 
 import planner
 from planner.problem import SolverSettings
-from teraio.advice import Case, Unit, advise_geometry
-from teraio.advice import advise as advice_of
+from teraio.advice import Adviser, Case, Unit
 from teraio.cli import arguments, output
 from teraio.cli.arguments import AsJson, Device, Host, Rows, Storage, with_solver_options
 from teraio.cli.lengths import length_range
@@ -153,12 +152,12 @@ def advise(
 
     budgets = arguments.budgets(arguments.size("--device", device), host, storage)
     with working("planning") as progress:
-        given: dict[str, Any] = {"drives": drives, "settings": settings, "progress": progress, "made": keep}
+        adviser = Adviser(settings=settings, drives=drives, progress=progress, made=keep)
         if asked:
             ((unit, step),) = asked
-            found = advise_geometry(loaded, budgets, step=step, unit=unit, **given)
+            found = adviser.divide(loaded, budgets, step=step, unit=unit)
         else:
-            found = advice_of(loaded[0], budgets, **given)
+            found = adviser.advise(loaded[0], budgets)
     data = output.data_of(found) if asked else output.data_of(found) | {"tiles": tiles_of(loaded[0])}
     show_or_print(data, _geometry_page(data) if asked else _advice_page(data), as_json=as_json)
     if found.answers[0].predicted is None:

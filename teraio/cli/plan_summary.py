@@ -132,12 +132,6 @@ def links_table(links: Sequence[Data], iteration_seconds: float) -> Table:
     )
 
 
-def stalls_table(stalls: Sequence[Data], rows: int) -> Table:
-    """Return the stages that wait, the longest first."""
-    columns = {">stage": "stage", "name": "name", ">waits": "stall_seconds"}
-    return Table(title="stages that wait", columns=columns, rows=stalls, most=rows)
-
-
 def waiting(stalls: Sequence[Data], critical: Data, rows: int) -> Page:
     """Return the stages that wait, and the copies and updates on the critical path, `rows` of each.
 
@@ -157,7 +151,8 @@ def waiting(stalls: Sequence[Data], critical: Data, rows: int) -> Page:
         ),
         most=rows,
     )
-    return stalls_table(stalls, rows) if stalls else "no stage waits", awaited
+    waits = {">stage": "stage", "name": "name", ">waits": "stall_seconds"}
+    return Table(title="stages that wait", columns=waits, rows=stalls, most=rows) if stalls else "no stage waits", awaited
 
 
 # -- a plan and why its blocks move

@@ -12,6 +12,7 @@ from itertools import groupby
 import planner
 from planner.schema import WaitingTier, dominates
 from runtime.execution import SizedGraph, graph_of
+from teraio.following.corrections import planned_starts
 from teraio.profiling import Iteration, Profile, first_sized
 
 
@@ -103,12 +104,9 @@ class StageSchedule:
         recorded, ids = profile.iteration, profile.ids
         reruns = RerunsByStage.of(profile.trace, plan.recompute)
         leave: list[list[tuple[int, WaitingTier]]] = [[] for _ in range(reruns.count)]
-        fetch: list[list[int]] = [[] for _ in range(reruns.count)]
         for move in plan.moves:  # in this order they enter the queues of the links
             start = move.after if move.offload is None else move.offload.start
             leave[start % reruns.count].append((move.block, move.tier))
-            if move.prefetch is not None:  # otherwise the block does not come back
-                fetch[move.prefetch.start % reruns.count].append(move.block)
         # The trace has one subgroup for each stage that updates parameters, in this order.
         updates = [position for position, stage in enumerate(recorded.stages) if stage.elements]
         return cls(
@@ -116,7 +114,7 @@ class StageSchedule:
             counts=tuple(len(r.stages) for r in recorded.regions),
             made_ids=tuple(tuple(ids.get(b, -1) for b in r.made) for r in recorded.regions),
             leave_after=tuple(map(tuple, leave)),
-            fetch_at=tuple(map(tuple, fetch)),
+            fetch_at=planned_starts(plan.moves, reruns.count).fetch_at,
             on_host=tuple(reruns.numbers[updates[update.subgroup]] for update in plan.updates if update.where == "host"),
             kept=tuple(
                 frozenset(n for n in range(len(r.stages) - 1) if r.first + 1 + n in reruns.stages) for r in recorded.regions

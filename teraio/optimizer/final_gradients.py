@@ -128,12 +128,6 @@ def equal(first: Digest, second: Digest) -> bool:
     return first[0] == second[0] and all(map(torch.equal, first[1], second[1]))
 
 
-def last_use(run: WatchedRun, slot: int, parameter: Block) -> int:
-    """Return the last stage that makes or reads what is in `slot`, or reads the parameter's block."""
-    uses = [number for number, stage in enumerate(run.program.stages) if slot in (*stage.inputs, *stage.outputs)]
-    return max((*uses, run.last_read.get(parameter, -1)))
-
-
 # -- what autograd tells of the backward pass that runs now
 
 
@@ -353,5 +347,8 @@ class Watch:
             return "the backward graph returns a view of it"
         if self._last_reader.get(eligibility.block, 0) > run.number:
             return "another compiled graph reads it between its update and the step"
-        run.layout[eligibility.edge] = FinalGradient(slot=slots[0], after=last_use(run, slots[0], eligibility.block))
+        stages = enumerate(run.program.stages)
+        uses = [number for number, stage in stages if slots[0] in (*stage.inputs, *stage.outputs)]
+        after = max((*uses, run.last_read.get(eligibility.block, -1)))
+        run.layout[eligibility.edge] = FinalGradient(slot=slots[0], after=after)
         return None

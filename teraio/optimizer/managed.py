@@ -262,11 +262,6 @@ class ManagedOptimizers:
             managed = self._managed[optimizer] = ManagedOptimizer(optimizer, self)
         return managed
 
-    def look_for_buckets(self) -> None:
-        """Count the buckets of gradients that there are by now."""
-        self.buckets.look()
-        self.count_small_states()
-
     def count_small_states(self) -> None:
         """Count what stays on the device: states of all optimizers that are no blocks, and buckets of gradients."""
         self.pager.account.fixed_bytes = sum(managed.small_bytes for managed in self) + self.buckets.size_bytes

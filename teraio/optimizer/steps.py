@@ -131,7 +131,8 @@ class OptimizerSteps(OwnHooks):
         """Count the buckets of gradients against the budget, if there may be some that are not counted yet."""
         if self.buckets_due:
             self.buckets_due = False
-            self._optimizers.look_for_buckets()
+            self._optimizers.buckets.look()
+            self._optimizers.count_small_states()
 
     def _loaded(self, optimizer: Optimizer) -> None:
         with uninterrupted():  # at once, not when the next step finds them
@@ -238,9 +239,12 @@ class _WholeSteps:
         step = managed.pending_step()
         subgroup = managed.subgroups.one(step, range(len(step.updates)))
         needed, _ = managed.subgroups.smallest_budget([subgroup])
-        what = f"optimizer/{managed.facts.name}, which is updated as a whole because {reason},"
+        budget = self._pager.account.budget_bytes
         with self._pager.region():
-            if not self._fits(needed, what):
+            if budget is not None and needed > budget:
+                if self._pager.device.asynchronous:
+                    what = f"optimizer/{managed.facts.name}, which is updated as a whole because {reason},"
+                    raise BudgetError(smallest_bytes=needed, budget_bytes=budget, stage=what)
                 return
             self._recorder.region_begins(managed.identity, 1)
             fetch = self._recorder.stage_reached()
@@ -248,14 +252,6 @@ class _WholeSteps:
         annotation, begin = annotate("update", _WHOLE), self._recorder.mark()
         self._running = _RunningStep(managed=managed, subgroup=subgroup, begin=begin, annotation=annotation)
         annotation.__enter__()
-
-    def _fits(self, needed: int, what: str) -> bool:
-        budget = self._pager.account.budget_bytes
-        if budget is None or needed <= budget:
-            return True
-        if self._pager.device.asynchronous:
-            raise BudgetError(smallest_bytes=needed, budget_bytes=budget, stage=what)
-        return False
 
     def end(self, managed: ManagedOptimizer) -> bool:
         """Record the step that is done, and let go of its blocks. Return whether it was that of `managed`.

@@ -163,11 +163,8 @@ class StageCompiler:
 
 
 def _device(graph: Graph) -> torch.device:
-    for node in graph.nodes:
-        for tensor in ops.fake_tensors(node.meta.get("val")):
-            if tensor.device.type != "cpu":
-                return tensor.device
-    return torch.device("cpu")
+    tensors = (tensor for node in graph.nodes for tensor in ops.fake_tensors(node.meta.get("val")))
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 
 
 def _written_later(placeholders: list[Node]) -> list[Node]:

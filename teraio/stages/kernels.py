@@ -184,7 +184,8 @@ def _heavy(
         rows, columns = (ops.known_size(arguments[name].shape[-2]) for name in ("query", "key"))
         kind: KernelKind = "attention backward" if "backward" in name else "attention"
         whole = _tiles(rows) * _tiles(columns) * _ATTENTION_ROWS**2 / (rows * columns)
-        share = _causal_share(rows) if arguments.get("is_causal") else 1.0
+        # Causal attention computes the tiles on and below the diagonal.
+        share = (_tiles(rows) + 1) / (2 * _tiles(rows)) if arguments.get("is_causal") else 1.0
         return Kernel(operations * share, dtype, touched, kind, whole_tiles=whole)
     first = next(ops.fake_tensors(result), None)
     if first is None or first.ndim < 2 or "backward" in name:
@@ -196,11 +197,6 @@ def _heavy(
 
 
 _ATTENTION_ROWS = 128  # of queries, and of keys, that a block of a fused kernel multiplies at once
-
-
-def _causal_share(rows: int) -> float:
-    """Return the share of the products that causal attention computes: tiles on and below the diagonal."""
-    return (_tiles(rows) + 1) / (2 * _tiles(rows))
 
 
 def _tiles(rows: int) -> int:
