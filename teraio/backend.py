@@ -62,7 +62,8 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a captured graph, as `teraio` does."""
         inputs = _describe_inputs(gm, example_inputs)
-        parameters = _parameters(inputs, example_inputs)
+        named = ((name, value) for (name, _), value in zip(inputs, example_inputs, strict=False))
+        parameters = {n: v for n, v in named if type(v) is torch.nn.Parameter and v.layout is torch.strided}
         try:
             registry.REGISTRY.refuse_again()
             require_compiler()
@@ -221,11 +222,6 @@ def _compile(run: TrainingRun, graph: GraphModule, inputs: list[tuple[str, Kind]
         graph, phase=phase, options={k: settings[k] for k in kept if k in settings}, inputs=known
     )
     return replace(program, is_inference=bool(settings.get("is_inference")))
-
-
-def _parameters(inputs: Sequence[tuple[str, Kind]], example_inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
-    named = ((name, value) for (name, _), value in zip(inputs, example_inputs, strict=False))
-    return {name: value for name, value in named if type(value) is torch.nn.Parameter and value.layout is torch.strided}
 
 
 def _telling(parameters: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:

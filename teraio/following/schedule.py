@@ -34,15 +34,10 @@ class RerunsByStage:
     dropped_after: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    def none(cls, count: int) -> RerunsByStage:
-        """Nothing runs again. count: number of stages."""
-        return cls(numbers=range(count), count=count)
-
-    @classmethod
     def of(cls, trace: planner.Trace, chosen: Sequence[planner.Recompute]) -> RerunsByStage:
         """Lay out the re-runs of a plan. Raises PlanError where a group cannot run again in its place."""
         if not chosen:
-            return cls.none(len(trace.stages))
+            return cls(numbers=range(len(trace.stages)), count=len(trace.stages))
         derived = planner.recomputed(trace, [each.model_copy(update={"skipped": False}) for each in chosen])
         made: dict[int, tuple[int, ...]] = {}
         drops: list[tuple[int, int]] = []

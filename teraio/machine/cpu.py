@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import platform
 from contextlib import ExitStack
+from functools import partial
 
 import psutil
 
 from runtime.cpu import CheckedCpuMover, CpuMemory, CpuMover, system_tells
 from runtime.device import CpuDevice
 from runtime.paging import Mover, StorageOwnership, Tiers
-from runtime.storage import HostStore, Store
+from runtime.storage import HostStore
 from runtime.transfer import Engine, cpu_candidates
 from teraio.machine.budgets import ResolvedBudgets
 from teraio.machine.machine import Machine, OpenTier, Shared, io_threads, open_storage
@@ -28,7 +29,24 @@ def open_cpu(options: Options, budgets: ResolvedBudgets, shared: Shared) -> Mach
     shared: is filled with what is measured here.
     """
     with ExitStack() as undo:
-        tiers = _open_tiers(options, budgets, shared, undo)
+        tiers: list[OpenTier] = []
+        if budgets.host is not None:
+            pool = HostStore(budgets.host)
+            undo.callback(pool.close)
+            engine = Engine(pool, tier="host", threads=_HOST_THREADS, checksums=options.checksums)
+            undo.callback(engine.close)
+            shared.host = shared.host or engine.measure()
+            tiers.append(OpenTier.with_threads("host", pool, engine, shared.host, "copies by threads"))
+        if options.storage:
+            candidates = cpu_candidates(options.storage, budget_bytes=budgets.storage)
+            open_engine = partial(
+                Engine,
+                checksums=options.checksums,
+                unchanged=True,
+                threads=io_threads(options),
+                stuck_after_seconds=options.storage_timeout,
+            )
+            tiers.append(open_storage(options, candidates, open_engine, "cpu", shared, undo))
         memory = CpuMemory()  # after the tiers, so that measuring them leaves no free pages in its pool
         mover = _open_mover(options, memory, tiers, shared.ownership, undo) if tiers else None
         undo.callback(memory.stand_back)
@@ -67,33 +85,3 @@ def _can_keep_slots(options: Options) -> bool:
             "it wrote"
         )
     return tells
-
-
-def _open_tiers(options: Options, budgets: ResolvedBudgets, shared: Shared, undo: ExitStack) -> list[OpenTier]:
-    tiers = []
-    if budgets.host is not None:
-        tiers.append(_open_host(budgets.host, options, shared, undo))
-    if options.storage:
-
-        def open_engine(store: Store) -> Engine:
-            return Engine(
-                store,
-                checksums=options.checksums,
-                unchanged=True,
-                threads=io_threads(options),
-                stuck_after_seconds=options.storage_timeout,
-            )
-
-        candidates = cpu_candidates(options.storage, budget_bytes=budgets.storage)
-        tiers.append(open_storage(options, candidates, open_engine, "cpu", shared, undo))
-    return tiers
-
-
-def _open_host(size_bytes: int, options: Options, shared: Shared, undo: ExitStack) -> OpenTier:
-    store = HostStore(size_bytes)
-    undo.callback(store.close)
-    engine = Engine(store, tier="host", threads=_HOST_THREADS, checksums=options.checksums)
-    undo.callback(engine.close)
-    if shared.host is None:
-        shared.host = engine.measure()
-    return OpenTier.with_threads("host", store, engine, shared.host, "copies by threads")

@@ -193,7 +193,7 @@ def _in_words(managed: ManagedOptimizer, whole_because: str | None) -> str | Non
 
 
 # Parameters, gradients and states of an update stage. Smaller updates wait for those of later stages.
-MIN_STAGE_BYTES = 4 << 20
+_MIN_STAGE_BYTES = 4 << 20
 
 
 class Member(NamedTuple):
@@ -242,11 +242,10 @@ class UpdateStage:
     members: tuple[int, ...]
 
 
-def cut_updates(members: Sequence[Member], largest_bytes: int, *, min_bytes: int = MIN_STAGE_BYTES) -> tuple[UpdateStage, ...]:
+def cut_updates(members: Sequence[Member], largest_bytes: int) -> tuple[UpdateStage, ...]:
     """Return update stages of one optimizer each, in the order in which gradients become final.
 
     largest_bytes: of a stage; a larger one has one large parameter, and small ones before it. 0: one parameter each.
-    min_bytes: of a stage, where waiting for gradients of later stages can make it so large.
     """
     stages: list[UpdateStage] = []
     for facts in dict.fromkeys(member.facts for member in members):
@@ -255,7 +254,7 @@ def cut_updates(members: Sequence[Member], largest_bytes: int, *, min_bytes: int
         size = after = 0
         for number in sorted(own, key=lambda number: members[number].final.after):
             member = members[number]
-            later = member.final.after > after and size >= min_bytes
+            later = member.final.after > after and size >= _MIN_STAGE_BYTES
             full = size + member.size_bytes > largest_bytes and 2 * size >= largest_bytes
             if gathered and (later or full):
                 stages.append(UpdateStage(after, tuple(gathered)))

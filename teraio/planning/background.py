@@ -24,15 +24,14 @@ from teraio.planning.rank_plan import RankPlan, signature_of
 from teraio.profiling import Profile
 from teraio.ranks import RankGroup
 
-_GRACE_SECONDS = 120.0
+_GRACE_SECONDS = 120.0  # for all but the solver, such as reading, building the model and checking
 
 
 class PlanningJob:
     """One run of the solver. It starts when the object is made; nobody has to wait for it.
 
     known: a plan for this trace, for which only what is followed for shorter inputs is to be found out.
-    time_limit_seconds: for the solver. grace_seconds: for everything else, such as reading, building the model and checking; when
-    both are over, the job ends with SolverError.
+    time_limit_seconds: for the solver. When that and _GRACE_SECONDS are over, the job ends with SolverError.
     """
 
     def __init__(
@@ -42,10 +41,8 @@ class PlanningJob:
         *,
         time_limit_seconds: float,
         known: planner.Plan | None = None,
-        grace_seconds: float = _GRACE_SECONDS,
     ) -> None:
         self._known = known
-        self._grace_seconds = grace_seconds
         self._done = threading.Event()
         self._result: planner.Plan | planner.TeraioError | None = None
         self._process: subprocess.Popen[str] | None = None
@@ -114,12 +111,12 @@ class PlanningJob:
         if self._cancelled:
             self._process.kill()
         try:
-            _, errors = self._process.communicate(timeout=seconds + self._grace_seconds)
+            _, errors = self._process.communicate(timeout=seconds + _GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
             raise planner.SolverError(
-                f"planning took longer than {seconds + self._grace_seconds:.0f} s; raise solver_time_limit"
+                f"planning took longer than {seconds + _GRACE_SECONDS:.0f} s; raise solver_time_limit"
             ) from None
         if self._process.returncode == NO_PLAN:
             raise planner.SolverError(errors.strip().splitlines()[-1] if errors.strip() else "no plan was found")

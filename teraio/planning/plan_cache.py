@@ -123,7 +123,8 @@ class PlanCache:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_atomic(self._path(key), json.dumps(kept.model_dump(mode="json", by_alias=True)) + "\n")
-            self._remove_oldest()
+            for oldest in sorted(self._folder.glob("*.json.gz"), key=lambda path: path.stat().st_mtime)[:-_MOST_FILES]:
+                oldest.unlink(missing_ok=True)
         except OSError as error:
             self._writes = False
             logger.warning("the plan could not be kept in %s: %s; the next start has to make it again", self._folder, error)
@@ -136,11 +137,6 @@ class PlanCache:
 
     def _path(self, key: str) -> Path:
         return self._folder / f"{key[:32]}.json.gz"
-
-    def _remove_oldest(self) -> None:
-        files = sorted(self._folder.glob("*.json.gz"), key=lambda path: path.stat().st_mtime)
-        for path in files[:-_MOST_FILES]:
-            path.unlink(missing_ok=True)
 
 
 def refit(kept: KeptPlan, hardware: planner.Hardware, budgets: planner.Budgets) -> planner.Plan | str:

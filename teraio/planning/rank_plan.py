@@ -13,7 +13,8 @@ import json
 import logging
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import planner
@@ -54,7 +55,9 @@ class RankPlan:
         # Without user code and collectives, in which ranks wait for slower ones.
         stages = [stage for stage in trace.stages if stage.phase != "user"]
         seconds = sum(stage.duration_seconds - stage.collective_seconds for stage in stages)
-        self._safely(lambda: self._ask(repr(seconds)))
+        with self._safely():
+            ranks.tell(f"asks for {name}", repr(seconds))
+            ranks.call(name)
 
     def plan(self, iteration: int) -> planner.Plan | None:
         """Return the plan if it is to be followed after this iteration, which has ended. Never waits.
@@ -62,22 +65,28 @@ class RankPlan:
         Raises the TeraioError that planning ended with, here or on the rank that plans for all.
         """
         if self._made is None:
-            self._safely(lambda: self._go_on(iteration))
+            with self._safely():
+                if self._state == "asking":
+                    self._look()
+                if self._state == "leading":
+                    self._lead(iteration)
+                elif self._state == "following":
+                    self._follow()
+                elif self._state == "alone":
+                    self._made, self._from = self._take(), iteration
         return self._made if self._made is not None and iteration >= self._from else None
 
     def cancel(self) -> None:
         """Give up. If others wait for this rank's plan, they plan for themselves."""
         if self._state == "leading" and self._made is None:
-            self._safely(lambda: self._give(None, 0))
+            with self._safely():
+                self._give(None, 0)
 
-    def _ask(self, seconds: str) -> None:
-        self._ranks.tell(f"asks for {self._name}", seconds)
-        self._ranks.call(self._name)
-
-    def _safely(self, talk: Callable[[], None]) -> None:
-        """Plan alone from now on if the others can no longer be talked to."""
+    @contextmanager
+    def _safely(self) -> Iterator[None]:
+        """Plan alone from now on if the others can no longer be talked to within the block."""
         try:
-            talk()
+            yield
         except RankError as error:
             self._alone(str(error))
 
@@ -86,16 +95,6 @@ class RankPlan:
         if self._state not in ("leading", "alone"):
             self._start()
         self._state = "alone"
-
-    def _go_on(self, iteration: int) -> None:
-        if self._state == "asking":
-            self._look()
-        if self._state == "leading":
-            self._lead(iteration)
-        elif self._state == "following":
-            self._follow()
-        elif self._state == "alone":
-            self._made, self._from = self._take(), iteration
 
     def _look(self) -> None:
         """Find out who wants the same plan; the slowest makes it."""

@@ -21,7 +21,6 @@ from teraio.stages.codegen import Codegen, eager_codegen, inductor_codegen
 from teraio.stages.cost import SpeedOf, seconds, speed_of
 from teraio.stages.cut import GPU_POLICY, CutPolicy, assign, can_cut
 from teraio.stages.layout import CompiledStage, lay_out, name_of, results_of, user_results
-from teraio.stages.sizes import compute_sizes
 from teraio.stages.split import Subgraph, is_repeatable, path_of_modules, reasons_against, split
 from teraio.stages.tiles import marking, settle, tile
 
@@ -201,7 +200,7 @@ def _hints(strides: Sequence[int | torch.SymInt]) -> tuple[int, ...] | None:
 def prepare(graph: Graph) -> None:
     """Make a graph ready to be cut. Changes `graph`; what it computes stays the same."""
     describe(graph)
-    compute_sizes(graph)
+    ops.compute_sizes(graph)
     wait_for_all(graph)
 
 

@@ -42,7 +42,6 @@ from teraio.stages.cost import is_heavy
 from teraio.stages.cut import module_path
 from teraio.stages.kernels import storages_of
 from teraio.stages.rows import MEAN, NO_REDUCTION, ROWS, Part, Rows, Size, has_several, part_of, places, shape_of, sizes_of
-from teraio.stages.sizes import Sizes
 
 _log = logging.getLogger("teraio")
 
@@ -142,7 +141,7 @@ def tile(graph: Graph) -> Iterator[InTiles]:
         if region is None:
             _log.warning("a product of %s x %s stays whole: no rule says how what follows is computed by rows", rows, columns)
             continue
-        sizes = Sizes(graph)
+        sizes = ops.Sizes(graph)
         if not all(sizes.has(s) for n in region.members for s in shape_of(n) or () if isinstance(s, sympy.Expr)):
             _log.warning("a product of %s x %s stays whole: the graph does not take all of these sizes", rows, columns)
             continue
@@ -373,24 +372,20 @@ def _borders(rows: Size, tiles: int) -> list[tuple[Size, Size]]:
 
 
 class _Tiling:
-    """Writes a region in tiles into its graph, behind its operators, and has others take the results."""
+    """Writes a region in tiles into its graph, behind its operators, and has others take the results. count: of the tiles."""
 
     def __init__(self, region: _Region, tiles: int) -> None:
         self._region = region
         self._graph = region.product.graph
         self._borders = _borders(region.rows, tiles)
-        self._sizes, self._first = Sizes(self._graph), next(iter(region.members))
+        self.count = len(self._borders)
+        self._sizes, self._first = ops.Sizes(self._graph), next(iter(region.members))
         self._mode = detect_fake_mode([region.product.meta["val"]])
         self._cursor = list(region.members)[-1]
         self._tile: int | None = None
         self._slices: dict[tuple[Node, Rows], list[Node]] = {}
         self._memory: dict[Node, Node] = {}
         self._writes: dict[Node, list[Node]] = {}
-
-    @property
-    def count(self) -> int:
-        """How many tiles there are."""
-        return len(self._borders)
 
     def write(self) -> None:
         """Write what comes before the tiles, the tiles, and what comes after them."""

@@ -232,10 +232,6 @@ def _critical(critical: Data) -> str:
     return _section("critical", "What holds it up", told, Table(columns=columns, rows=rows))
 
 
-def _time(row: Data) -> str:
-    return output.cell(row, "predicted.iteration_seconds") or "no plan"
-
-
 def _lengths(rows: Sequence[Data]) -> str:
     if not rows:
         return ""
@@ -253,6 +249,10 @@ def _sweep(sweep: Data | None) -> str:
         "Shaded: there is no plan, as below the floor. The ring is this plan."
     )
     table = sweep_table(sweep)
-    columns = {**table.columns, ">device budget": lambda point: exact_bytes(point["device_bytes"]), ">iteration": _time}
+    columns = {
+        **table.columns,
+        ">device budget": lambda point: exact_bytes(point["device_bytes"]),
+        ">iteration": lambda point: output.cell(point, "predicted.iteration_seconds") or "no plan",
+    }
     chart = '<div id="sweep-chart"></div>'
     return _section("sweep", "Time against budget", told, Table(columns=columns, rows=table.rows), above=chart)

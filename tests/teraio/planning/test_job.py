@@ -102,8 +102,9 @@ def test_cancelling_leaves_no_process_and_no_file(
     refusal(work)
 
 
-def test_a_solver_that_does_not_come_back(replaced_by: Replace) -> None:
-    (started, work) = replaced_by(SLEEPS), job(time_limit_seconds=0.1, grace_seconds=0.2)
+def test_a_solver_that_does_not_come_back(replaced_by: Replace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "_GRACE_SECONDS", 0.2)
+    (started, work) = replaced_by(SLEEPS), job(time_limit_seconds=0.1)
     assert "solver_time_limit" in refusal(work) and started[0].poll() is not None
 
 
