@@ -191,7 +191,11 @@ def _compile_for(
         logger.info("a graph is compiled again, in smaller stages: with inputs as large as these it might not fit otherwise")
 
     def compile_graph(graph: GraphModule, fake_inputs: Sequence[Any], **settings: Any) -> Callable[[list[Any]], Any]:
-        _donate_nothing()
+        # So that stages never reuse saved tensors in place, and `retain_graph` can work. They are freed at their last use anyway.
+        # PyTorch's option against donated buffers is not enough: PyTorch reads it again when backward runs.
+        context = torch._guards.TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            context.fw_metadata.bw_donated_idxs = []
         program = _compile(run, graph, parts, settings)
         programs.append(program)
         return run.callable(program)
@@ -202,15 +206,6 @@ def _compile_for(
         compiled = compile_fx(gm, example_inputs, inner_compile=cast(Any, compile_graph), decompositions=decompositions)
     run.check(programs, for_larger=larger)
     return cast(Callable[..., Any], compiled)
-
-
-def _donate_nothing() -> None:
-    """Keep stages from reusing saved tensors in place, so that `retain_graph` can work."""
-    # They are freed at their last use anyway. PyTorch's option against donated buffers is not enough: PyTorch reads it again when
-    # backward runs.
-    context = torch._guards.TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
 
 
 def _compile(run: TrainingRun, graph: GraphModule, inputs: list[tuple[str, Kind]], settings: Mapping[str, Any]) -> Program:

@@ -21,7 +21,7 @@ A plan that the user gave is never replaced, nor any plan with the option replan
 reports the drift.
 When one rank of a machine plans again, all that run the same iteration do, each with a trace of its own. The slowest one makes
 the plan and decides whether it beats the old one. All follow what it has decided from the same iteration on, see
-`teraio.planning.rank_plan`.
+`RankPlan` in `teraio.planning.background`.
 """
 
 from __future__ import annotations

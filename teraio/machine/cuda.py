@@ -51,7 +51,11 @@ def open_cuda(options: Options, budgets: ResolvedBudgets, device: torch.device, 
         if store is not None and mover is not None:
             tiers.insert(0, _host_tier(streams, store, mover, None if budget is None else budget - _PAGE_BYTES))
         if budget is not None:
-            _limit(streams, budget)
+            # A hard limit for everything that runs in regions. The allocator maps memory for growing segments in whole pages. It
+            # does not count the rest of the last page beforehand, so the limit is one page lower.
+            streams.limit_bytes = max(budget - _PAGE_BYTES, 0)
+            streams.spare_bytes = _PAGE_BYTES + max(budget // _SPARE_SHARE, _SPARE_BYTES)
+            torch.cuda.empty_cache()  # cached memory counts towards the limit
         opened = Machine(
             name=torch.cuda.get_device_name(device),
             device=streams,
@@ -132,17 +136,6 @@ def _grow_segments(undo: ExitStack) -> None:
     change(",".join(filter(None, (before, *own))))
     undo.callback(change, before)
     undo.callback(change, ",".join(usual))  # called first; then the user's text is known again as it was
-
-
-def _limit(streams: CudaStreams, budget_bytes: int) -> None:
-    """Make the budget a hard limit for everything that runs in regions.
-
-    The allocator maps memory for growing segments in whole pages. It does not count the rest of the last page beforehand, so
-    the limit is one page lower.
-    """
-    streams.limit_bytes = max(budget_bytes - _PAGE_BYTES, 0)
-    streams.spare_bytes = _PAGE_BYTES + max(budget_bytes // _SPARE_SHARE, _SPARE_BYTES)
-    torch.cuda.empty_cache()  # cached memory counts towards the limit
 
 
 def _open_slab(size_bytes: int, device: torch.device, undo: ExitStack) -> HostStore:

@@ -508,21 +508,16 @@ class _Tiling:
             return leaf
         return int(leaf) if leaf.is_Integer else self._sizes.node(leaf, self._first)
 
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Compute fake results. No guard on sizes comes of that: a tile of any number of rows is computed alike."""
-        with self._mode or contextlib.nullcontext(), torch.no_grad():
-            sizes = self._mode.shape_env if self._mode is not None else None
-            with sizes.suppress_guards() if sizes is not None else contextlib.nullcontext():
-                yield
-
     def _put(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Mapping[str, Any] | None = None) -> Node:
         """Insert an operator behind the last one. like: the one that it does a part of the work of. Its sizes may be symbolic."""
         args = torch.fx.node.map_aggregate(args, self._as_argument)
         with self._graph.inserting_after(self._cursor):
             self._cursor = node = self._graph.call_function(target, args, dict(kwargs or {}))
         values = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-        with self._evaluating():
+        # Of fake results come no guards on sizes: a tile of any number of rows is computed alike.
+        shapes = self._mode.shape_env if self._mode is not None else None
+        unguarded = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
+        with self._mode or contextlib.nullcontext(), torch.no_grad(), unguarded:
             value = target(*values[0], **values[1])
         node.meta = {key: what for key, what in like.meta.items() if key not in _OWN_META} | {"val": value}
         if self._tile is not None:
