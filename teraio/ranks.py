@@ -58,10 +58,6 @@ class RankPlace:
         """Return the text with the numbers of this rank in place of {rank} and {local_rank}."""
         return text.replace(_RANK, str(self.rank)).replace(_LOCAL_RANK, str(self.local_rank))
 
-    def names(self, text: str) -> bool:
-        """Whether `fill` gives each rank of this machine another text."""
-        return _RANK in text or _LOCAL_RANK in text
-
 
 def rank_place() -> RankPlace:
     """Return the place that torchrun has given this process; the only rank where it did not start it.

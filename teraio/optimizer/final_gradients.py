@@ -287,27 +287,23 @@ class Watch:
 
         Waits while gradients are brought in for a comparison.
         """
-        found = [self.eligibility(owned.tensor) for owned in owned_parameters(optimizer)]
-        watched = any(each is not None and each.run is not None for each in found)
+        found = [(owned, self.eligibility(owned.tensor)) for owned in owned_parameters(optimizer)]
+        watched = any(each is not None and each.run is not None for _, each in found)
         with self._pager.region() if watched else contextlib.nullcontext():  # gradients are read
-            self._conclude_all(optimizer, reason)
+            for (number, group, parameter), each in found:
+                if each is None or each.optimizer() is None:
+                    known = UpdateEligibility(optimizer=weakref.ref(optimizer), group=group, number=number)
+                    self._eligibilities[parameter] = known
+                    continue
+                each.group, each.number = group, number
+                problem = "several optimizers have it" if each.optimizer() is not optimizer else reason
+                if not each.refused and problem is not None:
+                    self.refuse(parameter, problem)
+                elif not each.refused and not each.updated:
+                    self._conclude(optimizer, parameter, each)
+                each.forget_passes()
         if not any(each.passes for each in list(self._eligibilities.values())):
             self._last_reader.clear()
-
-    def _conclude_all(self, optimizer: Optimizer, reason: str | None) -> None:
-        for number, group, parameter in owned_parameters(optimizer):
-            eligibility = self.eligibility(parameter)
-            if eligibility is None or eligibility.optimizer() is None:
-                eligibility = UpdateEligibility(optimizer=weakref.ref(optimizer), group=group, number=number)
-                self._eligibilities[parameter] = eligibility
-                continue
-            eligibility.group, eligibility.number = group, number
-            problem = "several optimizers have it" if eligibility.optimizer() is not optimizer else reason
-            if not eligibility.refused and problem is not None:
-                self.refuse(parameter, problem)
-            elif not eligibility.refused and not eligibility.updated:
-                self._conclude(optimizer, parameter, eligibility)
-            eligibility.forget_passes()
 
     def _conclude(self, optimizer: Optimizer, parameter: Tensor, eligibility: UpdateEligibility) -> None:
         if parameter.grad is None and not eligibility.qualified:

@@ -39,7 +39,8 @@ class ManagedOptimizer:
     by: all managed optimizers, this one among them. facts: what was last read from the optimizer; `renew` reads them again.
     subgroups: how its parameters are cut. chosen: whether the user gave it to `teraio.manage_optimizer`.
     adoption_due: whether user code may have given it states that are no blocks yet. small_bytes: of all tensors in its state that
-    are no blocks.
+    are no blocks. had_blocks: whether a parameter of it was found to be a block once. Where everything fits, other memory that it
+    got since is none.
     """
 
     def __init__(self, optimizer: Optimizer, by: ManagedOptimizers) -> None:
@@ -48,7 +49,7 @@ class ManagedOptimizer:
         self.subgroups = Subgroups(by.pager, by.sizes, on_host=by.on_host)
         self.chosen = False
         self.adoption_due = False
-        self._had_blocks = False
+        self.had_blocks = False
         self._load_hook: RemovableHandle | None = None
         self._emptied: NarrowedGroups | None = None
         # By number of the parameter, name of the state, and position among the tensors of that name.
@@ -76,13 +77,8 @@ class ManagedOptimizer:
         """Whether a parameter of it is a block, or a shard of one that a graph takes."""
         own = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
         found = any(self._pager.known_block(parameter) is not None or parameter in self._by.sharded for parameter in own)
-        self._had_blocks |= found
+        self.had_blocks |= found
         return found
-
-    @property
-    def has_had_blocks(self) -> bool:
-        """Whether a parameter of it is or was a block. Where everything fits, other memory that it got since is none."""
-        return self.has_blocks or self._had_blocks
 
     # -- states that user code brings
 

@@ -199,7 +199,7 @@ class OptimizerSteps(OwnHooks):
             cut = managed.step_ended()
             forget_undo(managed.step_ended)
             whole = self._whole.end(managed)
-            if managed.has_had_blocks:
+            if managed.has_blocks or managed.had_blocks:
                 if not (cut or whole) and (self._automatic or managed.chosen) and self._active() and self._reads_where_it_waits:
                     managed.adopt(self._loaded)  # the states that the step may have made
                 managed.count_states()
@@ -321,17 +321,12 @@ _REASONS = 3  # reasons of graph breaks that a message names
 
 
 class Run(Protocol):
-    """What a training run does with steps."""
+    """What a training run does with steps, see `TrainingRun`."""
 
     @property
-    def is_limited(self) -> bool:
-        """Whether it has a budget."""
-
-    def has_in_graph(self, parameter: Tensor) -> bool:
-        """Whether a graph that has run under it has this parameter."""
-
-    def step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The step's gradients are there. args, kwargs: of the step."""
+    def is_limited(self) -> bool: ...
+    def has_in_graph(self, parameter: Tensor) -> bool: ...
+    def step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
 
 
 class ProcessSteps(OwnHooks):
