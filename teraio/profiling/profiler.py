@@ -64,8 +64,7 @@ def build_profile(
     """
     last = iterations[-1]
     stages = last.stages
-    measured = _measurements(iterations)
-    times = [statistics.median(each if phase == "user" else undisturbed(each)) for phase, each in measured]
+    times = _stage_seconds(iterations)
     runs = zip(*(iteration.stages for iteration in iterations), strict=True)
     collectives = [statistics.median(stage.collective_seconds for stage in of_one) for of_one in runs]
     uses = _Uses.of(last)
@@ -240,6 +239,11 @@ def _for_backward(made: Block, block: planner.Block, made_in: int, stages: Seque
 
 
 # -- times, see [Note: Disturbed iterations]
+
+
+def _stage_seconds(iterations: Sequence[Iteration]) -> list[float]:
+    """Return the seconds of each stage while nothing disturbs it, by position. The iterations must have equal signatures."""
+    return [statistics.median(times if phase == "user" else undisturbed(times)) for phase, times in _measurements(iterations)]
 
 
 def times_agree(iterations: Sequence[Iteration]) -> bool:

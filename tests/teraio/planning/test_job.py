@@ -162,7 +162,7 @@ def test_a_plan_is_taken_once_with_the_trace_that_it_is_for(rig: Rig) -> None:
     rig.jobs.started[0].done = True
     assert rig.background.busy and rig.background.wait(0.0)
     made = rig.background.take()
-    assert made is not None and made.trace is rig.trace and made.plan == plan_for(rig.trace, (6, 6))
+    assert made is not None and made[0] is rig.trace and made[1] == plan_for(rig.trace, (6, 6))
     assert not rig.background.busy and rig.background.take() is None
 
 
