@@ -125,7 +125,7 @@ class IdleTraining:
             leave_after=tuple(map(tuple, leave)),
             fetch_at=tuple(map(tuple, fetch)),
             kept=(frozenset(), frozenset()),
-            reruns=RerunsByStage.none(_POSITIONS),
+            reruns=RerunsByStage(numbers=range(_POSITIONS), count=_POSITIONS),
         )
         blocks = [self.pager.known_block(tensor) for tensor in self._tensors]
         self._observer.plan.follow(schedule, {number: block for number, block in enumerate(blocks) if block is not None})

@@ -50,9 +50,8 @@ from planner.errors import (  # noqa: E402
     UnsupportedError,
 )
 from teraio.given_options import GivenOptions  # noqa: E402
-from teraio.parked import Parked  # noqa: E402
 from teraio.version import __version__  # noqa: E402
-from teraio.watching import IterationStats, Status  # noqa: E402
+from teraio.watching import IterationStats, Parked, Status  # noqa: E402
 
 _Compiled = TypeVar("_Compiled", bound=Callable[..., Any])
 

@@ -25,9 +25,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from planner.errors import BudgetError
-from runtime.execution import InterleavedStages, Program, StageRun, graph_of
+from runtime.execution import InterleavedStages, Program, graph_of
 from runtime.paging import Block, Pager
-from runtime.system import annotate
 from teraio.distributed import rank_count
 from teraio.following import IterationObserver
 from teraio.optimizer import Leaf, TensorView, bytes_of, has_hooks, leaves, pass_problem, view_of
@@ -153,27 +152,23 @@ class _GraphAdditions:
             self._add(f"{self._program.stages[number].name}.add", due, slots)
 
     def _add(self, name: str, due: Sequence[_Addition], slots: list[Any]) -> None:
-        pager, recorder = self._by.pager, self._by.recorder
+        pager = self._by.pager
         totals = _known(pager.known_block(each.total) for each in due)
         made = _known(pager.known_block(slots[each.slot]) for each in due)
-        read = tuple(dict.fromkeys((*totals, *made)))
-        try:
-            pager.acquire(read, 0, name, then_fetch=recorder.stage_reached())
-        except BudgetError:
-            return  # autograd adds them, when the graph has ended
-        try:
-            begin = recorder.mark()
-            with annotate("stage", name), torch.no_grad():
+
+        def add() -> Sequence[Block]:
+            with torch.no_grad():
                 for each in due:
                     each.total.add_(slots[each.slot])
                     slots[each.slot] = None
-            end = recorder.mark()
-        finally:
-            pager.retire(read, totals, last_used=made)
+            return ()
+
+        read = tuple(dict.fromkeys((*totals, *made)))
+        try:
+            self._by.recorder.run_stage(name, add, phase="backward", read=read, written=totals, freed=made)
+        except BudgetError:
+            return  # autograd adds them, when the graph has ended
         self._added += due
-        recorder.stage_ended(
-            StageRun(name=name, phase="backward", begin=begin, end=end, workspace_bytes=0, read=read, made=(), written=totals)
-        )
 
     def region_done(self, results: Sequence[Any]) -> None:
         self._sums.clear()

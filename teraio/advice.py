@@ -52,8 +52,6 @@ class Case:
     geometry: Geometry | None = None
 
 
-Made = Callable[[Case, planner.Plan], None]
-
 _HARDLY = 0.01  # share of the iteration below which waiting is not worth a word
 
 
@@ -92,61 +90,48 @@ class Advice(FrozenModel):
     answers: tuple[Answer, ...]
 
 
-def advise(
-    trace: planner.Trace,
-    budgets: Budgets,
-    *,
-    drives: int = 1,
-    settings: SolverSettings,
-    progress: Callable[[str], None] = lambda text: None,
-    made: Made = lambda case, plan: None,
-) -> Advice:
-    """Plan each case, one after the other; waits for all of them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adviser:
+    """Plans each case, one after the other; waits for all of them.
 
-    drives: how many drives the storage tier of the trace has. progress: is told what is being planned.
+    drives: how many drives the storage tier of the traces has. progress: is told what is being planned.
     made: is given each case with its plan.
     """
-    answers = _answers(cases(trace, budgets, drives=drives), settings, progress, made)
-    return Advice(trace_name=trace.name, answers=tuple(answers))
 
+    settings: SolverSettings
+    drives: int = 1
+    progress: Callable[[str], None] = lambda text: None
+    made: Callable[[Case, planner.Plan], None] = lambda case, plan: None
 
-def advise_geometry(
-    traces: Sequence[planner.Trace],
-    budgets: Budgets,
-    *,
-    step: int,
-    unit: Unit = "tokens",
-    drives: int = 1,
-    settings: SolverSettings,
-    progress: Callable[[str], None] = lambda text: None,
-    made: Made = lambda case, plan: None,
-) -> Advice:
-    """Plan a step of so many tokens, or samples, in each way in which the traces can divide it. The shortest one comes first.
+    def advise(self, trace: planner.Trace, budgets: Budgets) -> Advice:
+        """Plan the training as it is asked for, and with each change that makes sense for it."""
+        return Advice(trace_name=trace.name, answers=tuple(self._answers(cases(trace, budgets, drives=self.drives))))
 
-    traces: each of a pass, or of some passes, with an update. Of one with a range of sizes, the largest microbatch that divides
-    the step is taken, then the largest of at most half of it, and so on. The other arguments are those of `advise`. Raises
-    OptionsError where no trace divides the step, and UnsupportedError as `with_passes` does.
-    """
-    divided = geometries(traces, budgets, step=step, unit=unit, drives=drives)
-    answers = _answers(divided, settings, progress, made)
-    answers.sort(key=lambda each: (each.predicted.iteration_seconds if each.predicted else inf, each.floor_bytes))
-    return Advice(trace_name=", ".join(dict.fromkeys(trace.name for trace in traces)), answers=tuple(answers))
+    def divide(self, traces: Sequence[planner.Trace], budgets: Budgets, *, step: int, unit: Unit = "tokens") -> Advice:
+        """Plan a step of so many tokens, or samples, in each way in which the traces can divide it. The shortest one comes first.
 
+        traces: each of a pass, or of some passes, with an update. Of one with a range of sizes, the largest microbatch that
+        divides the step is taken, then the largest of at most half of it, and so on. Raises OptionsError where no trace divides
+        the step, and UnsupportedError as `with_passes` does.
+        """
+        answers = self._answers(geometries(traces, budgets, step=step, unit=unit, drives=self.drives))
+        answers.sort(key=lambda each: (each.predicted.iteration_seconds if each.predicted else inf, each.floor_bytes))
+        return Advice(trace_name=", ".join(dict.fromkeys(trace.name for trace in traces)), answers=tuple(answers))
 
-def _answers(asked_for: Iterable[Case], settings: SolverSettings, progress: Callable[[str], None], made: Made) -> list[Answer]:
-    """Plan each case, one after the other. The first one is what others are held against, but for geometries."""
-    answers: list[Answer] = []
-    asked: planner.Plan | None = None
-    for case in asked_for:
-        progress(f"planning: {case.what}")
-        incumbents = (asked,) if case.more and asked is not None else ()
-        plan, fit, reason = planned(case.trace, case.budgets, settings, incumbents=incumbents)
-        if not answers and case.geometry is None:
-            asked = plan
-        if plan is not None:
-            made(case, plan)
-        answers.append(_answer(case, plan, fit, reason, asked))
-    return answers
+    def _answers(self, asked_for: Iterable[Case]) -> list[Answer]:
+        """Plan each case. The first one is what others are held against, but for geometries."""
+        answers: list[Answer] = []
+        asked: planner.Plan | None = None
+        for case in asked_for:
+            self.progress(f"planning: {case.what}")
+            incumbents = (asked,) if case.more and asked is not None else ()
+            plan, fit, reason = planned(case.trace, case.budgets, self.settings, incumbents=incumbents)
+            if not answers and case.geometry is None:
+                asked = plan
+            if plan is not None:
+                self.made(case, plan)
+            answers.append(_answer(case, plan, fit, reason, asked))
+        return answers
 
 
 def _answer(case: Case, plan: planner.Plan | None, fit: Fit, reason: str, asked: planner.Plan | None) -> Answer:
@@ -233,7 +218,7 @@ def cases(trace: planner.Trace, budgets: Budgets, *, drives: int) -> Iterator[Ca
 
 
 def geometries(traces: Sequence[planner.Trace], budgets: Budgets, *, step: int, unit: Unit, drives: int) -> Iterator[Case]:
-    """Yield each way to divide the step, see `advise_geometry`; nothing is planned. Raises OptionsError, UnsupportedError."""
+    """Yield each way to divide the step, see `Adviser.divide`; nothing is planned. Raises OptionsError, UnsupportedError."""
     found: dict[int, planner.Trace] = {}  # by microbatch; of like ones, the trace that is given first
     for trace in traces:
         for each in _microbatches(trace, step, unit):

@@ -62,7 +62,8 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a captured graph, as `teraio` does."""
         inputs = _describe_inputs(gm, example_inputs)
-        parameters = _parameters(inputs, example_inputs)
+        named = ((name, value) for (name, _), value in zip(inputs, example_inputs, strict=False))
+        parameters = {n: v for n, v in named if type(v) is torch.nn.Parameter and v.layout is torch.strided}
         try:
             registry.REGISTRY.refuse_again()
             require_compiler()
@@ -161,7 +162,10 @@ def _with_immovable(error: BudgetError, arguments: Sequence[Any], kinds: Sequenc
         for value, kind in tensors
         if value.device.type == "cpu" and (storage := holder_of(value).untyped_storage()).nbytes() >= MIN_MOVED_BYTES
         # Other tensors were made before teraio's allocator; parameters and buffers get memory of it.
-        if storage.is_shared() or not storage.resizable() or kind == "activation" or registry.REGISTRY.stays(storage)
+        if storage.is_shared()
+        or not storage.resizable()
+        or kind == "activation"
+        or registry.REGISTRY.shared.ownership.stays(storage)
     }
     return error.asking_for(error.smallest_bytes + sum(storages.values()), not_counted=error.not_counted)
 
@@ -181,12 +185,17 @@ def _compile_for(
     run.note_parameters(parameters.values())
     parts = [part for each, value in zip(inputs, example_inputs, strict=False) for part in _parts(each, value)]
     programs: list[Program] = []
-    larger = _has_sizes(example_inputs) and run.outgrown(name for name, kind in inputs if kind == "parameter")
+    symbolic = any(isinstance(each, torch.SymInt) for each in example_inputs)
+    larger = symbolic and run.needs.outgrown(name for name, kind in inputs if kind == "parameter")
     if larger:
         logger.info("a graph is compiled again, in smaller stages: with inputs as large as these it might not fit otherwise")
 
     def compile_graph(graph: GraphModule, fake_inputs: Sequence[Any], **settings: Any) -> Callable[[list[Any]], Any]:
-        _donate_nothing()
+        # So that stages never reuse saved tensors in place, and `retain_graph` can work. They are freed at their last use anyway.
+        # PyTorch's option against donated buffers is not enough: PyTorch reads it again when backward runs.
+        context = torch._guards.TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            context.fw_metadata.bw_donated_idxs = []
         program = _compile(run, graph, parts, settings)
         programs.append(program)
         return run.callable(program)
@@ -197,19 +206,6 @@ def _compile_for(
         compiled = compile_fx(gm, example_inputs, inner_compile=cast(Any, compile_graph), decompositions=decompositions)
     run.check(programs, for_larger=larger)
     return cast(Callable[..., Any], compiled)
-
-
-def _has_sizes(example_inputs: Sequence[Any]) -> bool:
-    return any(isinstance(each, torch.SymInt) for each in example_inputs)
-
-
-def _donate_nothing() -> None:
-    """Keep stages from reusing saved tensors in place, so that `retain_graph` can work."""
-    # They are freed at their last use anyway. PyTorch's option against donated buffers is not enough: PyTorch reads it again when
-    # backward runs.
-    context = torch._guards.TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
 
 
 def _compile(run: TrainingRun, graph: GraphModule, inputs: list[tuple[str, Kind]], settings: Mapping[str, Any]) -> Program:
@@ -223,11 +219,6 @@ def _compile(run: TrainingRun, graph: GraphModule, inputs: list[tuple[str, Kind]
     return replace(program, is_inference=bool(settings.get("is_inference")))
 
 
-def _parameters(inputs: Sequence[tuple[str, Kind]], example_inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
-    named = ((name, value) for (name, _), value in zip(inputs, example_inputs, strict=False))
-    return {name: value for name, value in named if type(value) is torch.nn.Parameter and value.layout is torch.strided}
-
-
 def _telling(parameters: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return those that tell whether a run manages the model. Where it was made under a budget, small ones are no blocks yet."""
     every = tuple(parameters.values())
@@ -235,10 +226,8 @@ def _telling(parameters: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:
-    for value in inputs:
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            return value.device
-    return torch.device("cpu")
+    tensors = (value for value in inputs if isinstance(value, torch.Tensor))
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 
 
 def _describe_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[tuple[str, Kind]]:

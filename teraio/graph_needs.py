@@ -131,7 +131,10 @@ class GraphNeeds:
         for program in programs:
             if program.resize is not None:
                 program.resize.bound(most_bytes - small_bytes)
-                self._bounded.add(_key(name for each in programs for name in _parameters_of(each)))
+                slots = (
+                    slot for each in programs for slot in zip(each.slot_names[: each.input_count], each.slot_kinds, strict=False)
+                )
+                self._bounded.add(_key(name for name, kind in slots if kind == "parameter"))
 
     def outgrown(self, parameters: Iterable[str]) -> bool:
         """Return whether a graph of symbolic sizes that has these parameters was cut for inputs that are smaller.
@@ -202,11 +205,6 @@ class GraphNeeds:
 def _key(parameters: Iterable[str]) -> tuple[frozenset[str], bool]:
     """Return by what graphs of one model are known as such. Inference makes others than training."""
     return frozenset(parameters), torch.is_grad_enabled()
-
-
-def _parameters_of(program: Program) -> frozenset[str]:
-    named = zip(program.slot_names[: program.input_count], program.slot_kinds, strict=False)
-    return frozenset(name for name, kind in named if kind == "parameter")
 
 
 def _not_counted(programs: Sequence[Program]) -> str:

@@ -16,8 +16,12 @@ memory that it can leave.
 from __future__ import annotations
 
 import contextlib
+import json
+import math
+import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,12 +33,11 @@ from torch.nn.modules.module import register_module_buffer_registration_hook, re
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from planner.errors import OptionsError, UnsupportedError
+from planner.errors import CheckpointError, OptionsError, UnsupportedError
 from runtime.cpu import unchanged_since_mapped
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import OperatorRunner
 from runtime.paging import PLAIN
-from teraio.checkpoint import SavedTensor, check, listed, saved_tensors
 from teraio.options import Options
 from teraio.registry import Registry
 
@@ -102,7 +105,7 @@ class UnderBudget:
         with torch.no_grad():
             whole = tensor.is_contiguous() and unchanged_since_mapped(tensor.data_ptr(), tensor.nbytes)
             if whole and self._operators.has_drives:
-                tensor.data = self._operators.in_file(found.path, found.offset_bytes, tensor.shape, tensor.dtype)
+                tensor.data = self._operators.in_file(*found, tensor.shape, tensor.dtype)
             else:
                 tensor.data = tensor.detach().clone()  # what a file lends cannot leave
 
@@ -211,20 +214,149 @@ def _result_bytes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     return sum(each.untyped_storage().nbytes() for each in tree_leaves(results) if isinstance(each, Tensor))
 
 
-class _Behind(NamedTuple):
-    """Where a file has the bytes of a tensor."""
-
-    path: Path
-    offset_bytes: int
-
-
-def _file_behind(tensor: Tensor) -> _Behind | None:
-    """Return where the safetensors file that is mapped privately as the tensor's memory has its bytes; None for other memory."""
+def _file_behind(tensor: Tensor) -> tuple[Path, int] | None:
+    """Return the safetensors file that is mapped privately as the tensor's memory, and where its bytes begin; else None."""
     address = tensor.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         area, access, offset, _, _, *name = line.split(maxsplit=5)
         if name and name[0].endswith(".safetensors") and access.endswith("p"):
             begin, end = (int(each, 16) for each in area.split("-"))
             if begin <= address and address + tensor.nbytes <= end:
-                return _Behind(Path(name[0]), int(offset, 16) + address - begin)
+                return Path(name[0]), int(offset, 16) + address - begin
     return None
+
+
+# -- safetensors files: eight bytes with the length of a header, the header as JSON, and the bytes of the tensors
+
+# Several files come with an index, a JSON file that names the file of each tensor. Nothing here reads a tensor.
+
+_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+_NAMED = 3
+"""Names that an error lists."""
+_MAX_HEADER_BYTES = 100_000_000
+"""That of the library safetensors."""
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor in a file, in row-major order. offset_bytes: from the file's begin."""
+
+    path: Path
+    offset_bytes: int
+    size_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def saved_tensors(path: Path) -> dict[str, SavedTensor]:
+    """Return the tensors of a checkpoint by name. path: a file, an index, or a folder with one of them.
+
+    Raises CheckpointError if a file is missing, cut short or no safetensors file.
+    """
+    found: dict[str, SavedTensor] = {}
+    for file, names in _files(path).items():
+        inside = _in_file(file)
+        missing = [name for name in names if name not in inside]
+        if missing:
+            raise CheckpointError(f"{file} lacks {listed(missing)}, which the index says it has; download the file again")
+        found |= inside
+    return found
+
+
+def check(saved: Mapping[str, SavedTensor], model: Mapping[str, torch.Tensor], tied: Mapping[str, str], path: Path) -> None:
+    """Raise CheckpointError unless the checkpoint has each tensor of the model, in its shape and type, and no other one.
+
+    model: its tensors by name. tied: names of tensors that are the same as another one: either name will do.
+    """
+    needed = {tied.get(name, name) for name in model}
+    missing = sorted(needed - {tied.get(name, name) for name in saved})
+    if missing:
+        raise CheckpointError(f"{path} has no {listed(missing)}; the model needs it: is this the model's checkpoint?")
+    unknown = sorted(saved.keys() - model.keys())
+    if unknown:
+        raise CheckpointError(f"{path} has {listed(unknown)}, and the model has not: is this the model's checkpoint?")
+    for name, each in saved.items():
+        wanted = model[name]
+        if each.shape != tuple(wanted.shape) or each.dtype != wanted.dtype:
+            raise CheckpointError(
+                f"{each.path}: {name} is {each.dtype} of shape {each.shape}, the model wants {wanted.dtype} of shape "
+                f"{tuple(wanted.shape)}; make the model in the type and size of the checkpoint"
+            )
+
+
+def listed(names: Collection[str]) -> str:
+    """Return the first names, and how many more there are."""
+    first = ", ".join(list(names)[:_NAMED])
+    return first if len(names) <= _NAMED else f"{first} and {len(names) - _NAMED} more tensors"
+
+
+def _files(path: Path) -> dict[Path, list[str]]:
+    """Return the files of a checkpoint, each with the names that the index gives it."""
+    if path.is_dir():
+        known = [path / name for name in (_INDEX, _WHOLE) if (path / name).is_file()] or sorted(path.glob("*.safetensors"))
+        if len(known) != 1 and known[:1] != [path / _INDEX]:
+            found = f"{len(known)} safetensors files and no {_INDEX}" if known else "no safetensors file"
+            raise CheckpointError(f"{path} has {found}; give the folder of a checkpoint, its index or its file")
+        path = known[0]
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not there; give a safetensors file, an index of some, or a folder with one of them")
+    if path.suffix != ".json":
+        return {path: []}
+    try:
+        of_name = json.loads(path.read_bytes())["weight_map"]
+        by_file: dict[Path, list[str]] = {}
+        for name, file in of_name.items():
+            by_file.setdefault(path.parent / file, []).append(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors files ({error})") from error
+    for file, names in by_file.items():
+        if not file.is_file():
+            raise CheckpointError(f"{path} names {file.name}, which is not there; {listed(names)} would be in it")
+    return by_file
+
+
+def _in_file(path: Path) -> dict[str, SavedTensor]:
+    """Return the tensors of one file."""
+    with path.open("rb") as file:
+        size_bytes = path.stat().st_size
+        begin = file.read(8)
+        length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else size_bytes
+        if 8 + length > min(size_bytes, _MAX_HEADER_BYTES):
+            raise CheckpointError(f"{path} is no safetensors file: its {size_bytes:,} bytes do not begin with a header")
+        try:
+            header = json.loads(file.read(length))
+            described = {name: each for name, each in header.items() if name != "__metadata__"}
+            found = {name: _described(path, 8 + length, each) for name, each in described.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is no safetensors file: its header cannot be read ({error})") from error
+    for name, each in found.items():
+        if each.size_bytes != math.prod(each.shape) * each.dtype.itemsize or each.offset_bytes < 8 + length:
+            raise CheckpointError(f"{path} is damaged: {each.size_bytes:,} bytes for {name}, {each.dtype} of shape {each.shape}")
+        if each.offset_bytes + each.size_bytes > size_bytes:
+            raise CheckpointError(
+                f"{path} is cut short: it has {size_bytes:,} bytes, {name} ends at {each.offset_bytes + each.size_bytes:,}; "
+                "download or write it again"
+            )
+    return found
+
+
+def _described(path: Path, data_bytes: int, entry: Mapping[str, object]) -> SavedTensor:
+    begin, end = (int(each) for each in entry["data_offsets"])  # type: ignore[attr-defined]
+    dtype = _DTYPES[str(entry["dtype"])]
+    shape = tuple(int(each) for each in entry["shape"])  # type: ignore[attr-defined]
+    return SavedTensor(path, data_bytes + begin, end - begin, dtype, shape)

@@ -42,22 +42,13 @@ from planner.schema import Tiled
 from runtime.execution import Program
 from runtime.paging import Pager
 from runtime.system import QuietCollector
+from teraio import profiling
 from teraio.following import IterationObserver, PlanFollower
 from teraio.machine import Machine
 from teraio.optimizer import SubgroupSizes, graph_break_reasons
 from teraio.options import Options
 from teraio.planning import BackgroundPlanner, WarmStart, fit_given_plan, save
-from teraio.profiling import (
-    LONGEST_PERIOD,
-    Iteration,
-    IterationBorder,
-    PeakWatch,
-    Profile,
-    Repetition,
-    build_profile,
-    times_agree,
-    with_lengths,
-)
+from teraio.profiling import Iteration, Profile
 from teraio.watching import RunPhase
 
 logger = logging.getLogger("teraio")
@@ -98,11 +89,11 @@ class RunContext:
     machine: Machine
     pager: Pager
     observer: IterationObserver
-    border: IterationBorder
+    border: profiling.IterationBorder
     background: BackgroundPlanner
     subgroups: SubgroupSizes
     given: planner.Plan | None
-    peaks: PeakWatch | None
+    peaks: profiling.PeakWatch | None
     findings: Findings
     tiled: Callable[[planner.Trace], tuple[Tiled, ...]] = lambda trace: ()
     warm: WarmStart | None = None
@@ -167,7 +158,7 @@ class ProfilePhase(Phase):
     def __init__(self, run: RunContext) -> None:
         super().__init__(run)
         self._recorded: list[Iteration] = []
-        self._repetition = Repetition(run.border)
+        self._repetition = profiling.Repetition(run.border)
         self._problem: str | None = None
 
     @property
@@ -210,7 +201,7 @@ class ProfilePhase(Phase):
             self._recorded.clear()
             return self
         if not same:
-            self._problem = f"other graphs ran in them, and they did not repeat after up to {LONGEST_PERIOD} iterations"
+            self._problem = f"other graphs ran in them, and they did not repeat after up to {profiling.LONGEST_PERIOD} iterations"
             self._recorded.clear()  # a trace is of one iteration: those that it is made of must have run the same graphs
         varied = self._sizes_vary
         self._recorded.append(iteration)
@@ -220,7 +211,7 @@ class ProfilePhase(Phase):
         if len(measured) < self._wanted:
             return self
         # Where everything fits, times do not matter, and those of other sizes do not compare.
-        if evictions and not self._sizes_vary and not times_agree(measured):
+        if evictions and not self._sizes_vary and not profiling.times_agree(measured):
             if len(measured) < _LONGEST * self._wanted:
                 return self
             logger.info("stages took very different times in %d profiled iterations: the first plan may be poor", len(measured))
@@ -271,12 +262,12 @@ def _profile_of(run: RunContext, recorded: Sequence[Iteration], known: Sequence[
     for each in shorter[:: -(-len(shorter) // _MOST_SAMPLES) or 1]:
         with contextlib.suppress(ValidationError):  # what contradicts itself tells nothing
             samples.append(_profiled(run, recorded, each))
-    return with_lengths([*samples, _profiled(run, recorded, largest)])
+    return profiling.with_lengths([*samples, _profiled(run, recorded, largest)])
 
 
 def _profiled(run: RunContext, recorded: Sequence[Iteration], numbers: Sequence[int]) -> Profile:
     """Return the profile of those of the iterations that have these numbers; their inputs had the same sizes."""
-    profile = build_profile(
+    profile = profiling.build_profile(
         [recorded[number] for number in numbers],
         name=Path(sys.argv[0]).stem or "training",
         created_by=f"teraio, torch {torch.__version__}",
@@ -344,7 +335,7 @@ class PlanningPhase(Phase):
             return self
         if self._smaller is not None:
             self._smaller.end()
-        return PlannedPhase(self._run, self._profile, made.plan)
+        return PlannedPhase(self._run, self._profile, made[1])
 
     def end(self) -> None:
         self._run.background.cancel()
@@ -431,7 +422,7 @@ class PlannedPhase(Phase):
             return  # an earlier start made the plan, or they tell nothing
         with contextlib.suppress(ValidationError):  # what contradicts itself tells nothing
             self._samples = [_profile_of(self._run, recorded).samples[-1], *self._samples[1 - _MOST_SAMPLES :]]
-            lengths = with_lengths(self._samples).trace.lengths
+            lengths = profiling.with_lengths(self._samples).trace.lengths
             if lengths is None:
                 self._samples.clear()  # more of them would tell no more
             else:

@@ -15,10 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from planner.errors import OptionsError, RankError
 from planner.schema import short_repr
+
+if TYPE_CHECKING:  # options are read without torch
+    from torch.distributed.distributed_c10d import Store
 
 logger = logging.getLogger("teraio")
 
@@ -55,10 +58,6 @@ class RankPlace:
         """Return the text with the numbers of this rank in place of {rank} and {local_rank}."""
         return text.replace(_RANK, str(self.rank)).replace(_LOCAL_RANK, str(self.local_rank))
 
-    def names(self, text: str) -> bool:
-        """Whether `fill` gives each rank of this machine another text."""
-        return _RANK in text or _LOCAL_RANK in text
-
 
 def rank_place() -> RankPlace:
     """Return the place that torchrun has given this process; the only rank where it did not start it.
@@ -79,15 +78,6 @@ def rank_place() -> RankPlace:
     if not (place.local_rank < place.local_world_size <= place.world_size and place.local_rank <= place.rank < place.world_size):
         raise OptionsError(f"environment variables RANK and others contradict each other: {place}; start with torchrun")
     return place
-
-
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that is used."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def add(self, key: str, amount: int) -> int: ...
 
 
 class RankGroup:
@@ -208,7 +198,7 @@ def open_group(local_ranks: int, *, timeout_seconds: float) -> RankGroup | None:
     place = rank_place()
     if place.local_world_size == 1 or local_ranks != place.local_world_size:
         return None
-    import torch.distributed as dist  # options are read without torch
+    import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
         logger.warning(

@@ -25,10 +25,9 @@ from runtime.system import uninterrupted
 from teraio.machine import Shared
 from teraio.optimizer import ProcessSteps, keep_masters, promise
 from teraio.options import Options
-from teraio.parked import BESIDE, Parked
 from teraio.ranks import RankGroup, only_first_rank_informs, open_group, rank_place
 from teraio.training_run import RunParts, TrainingRun
-from teraio.watching import IterationStats, Status
+from teraio.watching import BESIDE, IterationStats, Parked, Status
 
 logger = logging.getLogger("teraio")
 
@@ -75,7 +74,7 @@ class Registry:
                     for optimizer in self._optimizers:
                         self._runs[key].manage_optimizer(optimizer)
                 run = self._runs[key]
-            run.expect(optimizers)
+            run.steps.expect(optimizers)
             return run
 
     def _end_others(self, key: tuple[Options, torch.device], parameters: Sequence[torch.Tensor]) -> list[Optimizer]:
@@ -93,7 +92,7 @@ class Registry:
                 len(parameters),
                 "other options" if budget is None else f"the budget of {budget:,} bytes",
             )
-        optimizers = [optimizer for run in ending for optimizer in run.optimizers()]
+        optimizers = [optimizer for run in ending for optimizer in run.steps.optimizers()]
         if ending:
             logger.info("the model is compiled again: its run with other options ends")
         _close_all(ending, replaced=True)
@@ -116,10 +115,6 @@ class Registry:
                     "moves; let go of what holds it before that call",
                     name,
                 )
-
-    def stays(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether no run may move the storage, since its memory was given away."""
-        return self.shared.ownership.stays(storage)
 
     def runs(self) -> tuple[TrainingRun, ...]:
         """Return all runs, in order of creation."""
@@ -167,7 +162,7 @@ class Registry:
 
     def wait_for_plan(self, timeout_seconds: float | None = None) -> bool:
         """Wait until no plan is being made, or until the time is over. See `teraio.wait_for_plan`."""
-        return all(run.wait_for_plan(timeout_seconds) for run in self.runs())
+        return all(run.background.wait(timeout_seconds) for run in self.runs())
 
     def step_done(self) -> None:
         """An iteration of all runs has ended. See `teraio.step_done`."""

@@ -93,7 +93,8 @@ class TrainingRun:
     """Everything that models compiled with the same options share: one machine, one pager with its budget, one recorder.
 
     shared: by all runs of the process. ranks: those of this machine that train together, None if there is one.
-    operators: runs those that user code calls outside of graphs, under the budget.
+    operators: runs those that user code calls outside of graphs, under the budget. steps: of optimizers. needs: what its graphs
+    need. background: makes its plans.
     number: of this run in the process. on_iteration: is called with each iteration that has ended, in the training thread.
     Raises PlanError if the plan file is damaged, OptionsError, UnsupportedError, StorageError, StorageFullError, RankError.
     """
@@ -135,18 +136,30 @@ class TrainingRun:
             subgroup_bytes = given.subgroup_bytes  # the plan is for subgroups of this size
         subgroups = SubgroupSizes(machine.hardware, given_bytes=subgroup_bytes)
         self._findings = Findings()
-        self._needs = GraphNeeds(self._pager, machine, self._findings, has_in_graph=self.has_in_graph)
+        self.needs = GraphNeeds(self._pager, machine, self._findings, has_in_graph=self.has_in_graph)
         self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._calls = LibraryCalls(
             self._pager,
             self._observer,
             active=self._is_managed,
-            explained=self._needs.with_all_that_is_known,
+            explained=self.needs.with_all_that_is_known,
         )
         self._sharded = ShardedParameters(self._pager, self._calls)
-        self._steps = self._optimizer_steps(options, subgroups, parts.host_rates)
+        self.steps = OptimizerSteps(
+            self._pager,
+            self._observer,
+            active=self._is_managed,
+            step_done=self._step_done,
+            automatic=options.optimizer == "auto",
+            ensure_room=self.needs.ensure_room,
+            overlap=options.overlap_step,
+            rates=parts.host_rates or self._host_rates(options),
+            sizes=subgroups,
+            sharded=self._sharded,
+            broadcasts=UpdateBroadcasts(self._calls),
+        )
         self._additions = AddedGradients(self._pager, self._observer)
-        self._background = BackgroundPlanner(options, machine, self._pager, start_job=parts.start_job, ranks=ranks)
+        self.background = BackgroundPlanner(options, machine, self._pager, start_job=parts.start_job, ranks=ranks)
         self._border = IterationBorder()
         # Peaks can be watched where there is a budget, and where memory is measured in every run.
         watched = machine.memory if machine.measured_runs is None else None
@@ -159,13 +172,13 @@ class TrainingRun:
             pager=self._pager,
             observer=self._observer,
             border=self._border,
-            background=self._background,
+            background=self.background,
             subgroups=subgroups,
             given=given,
             peaks=peaks,
             findings=self._findings,
             tiled=self.stage_compiler.tiled,
-            warm=WarmStart(PlanCache(options, device), machine, self._pager, self._background) if is_kept else None,
+            warm=WarmStart(PlanCache(options, device), machine, self._pager, self.background) if is_kept else None,
         )
         self._phase: Phase = parts.first_phase(self._context)
         self._parked = False
@@ -177,21 +190,6 @@ class TrainingRun:
         self._compiled_now = True
         self._ended: _Ended | None = None
         self._replaced = False
-
-    def _optimizer_steps(self, options: Options, subgroups: SubgroupSizes, rates: HostRates | None) -> OptimizerSteps:
-        return OptimizerSteps(
-            self._pager,
-            self._observer,
-            active=self._is_managed,
-            step_done=self._step_done,
-            automatic=options.optimizer == "auto",
-            ensure_room=self._needs.ensure_room,
-            overlap=options.overlap_step,
-            rates=rates or self._host_rates(options),
-            sizes=subgroups,
-            sharded=self._sharded,
-            broadcasts=UpdateBroadcasts(self._calls),
-        )
 
     def _host_rates(self, options: Options) -> HostRates | None:
         if self._machine.host_bytes is None or not options.host_updates:
@@ -226,7 +224,7 @@ class TrainingRun:
 
         call._boxed_call = True  # type: ignore[attr-defined]
         self._stages += len(program.stages)
-        self._compiled_now = self._steps.buckets_due = True
+        self._compiled_now = self.steps.buckets_due = True
         self._phase = self._phase.graphs_changed()
         return call
 
@@ -242,24 +240,20 @@ class TrainingRun:
         return sized
 
     def _run_managed(self, program: Program, arguments: list[Any]) -> list[Any]:
-        self._steps.between_regions()
+        self.steps.between_regions()
         if program.phase == "forward":
             self._sharded.note(value for value, kind in zip(arguments, program.slot_kinds, strict=False) if kind == "parameter")
-        found = (each.interleaved(program, arguments) for each in (self._steps.overlap, self._additions) if each is not None)
+        found = (each.interleaved(program, arguments) for each in (self.steps.overlap, self._additions) if each is not None)
         interleaved = [each for each in found if each is not None]
         try:
             return run_managed(program, arguments, self._pager, self._observer, self._meter, interleaved)
         except BudgetError as error:
-            raise self._needs.with_all_that_is_known(error, program) from None
+            raise self.needs.with_all_that_is_known(error, program) from None
 
     def check(self, programs: Sequence[Program], *, for_larger: bool) -> None:
         """See `GraphNeeds.check`."""
-        self._steps.count_buckets()
-        self._needs.check(programs, for_larger=for_larger, may_be_cut_again=self._ranks is None)
-
-    def outgrown(self, parameters: Iterable[str]) -> bool:
-        """See `GraphNeeds.outgrown`."""
-        return self._needs.outgrown(parameters)
+        self.steps.count_buckets()
+        self.needs.check(programs, for_larger=for_larger, may_be_cut_again=self._ranks is None)
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
@@ -298,7 +292,7 @@ class TrainingRun:
 
     def step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A step begins that began before this run was made: the run was made in its closure, which has ended."""
-        self._steps.begin(optimizer, args, kwargs)
+        self.steps.begin(optimizer, args, kwargs)
 
     # -- iterations
 
@@ -324,7 +318,7 @@ class TrainingRun:
                 self._iteration_ended(self._observer.iteration_ends(with_last_region=True))
 
     def _iteration_ended(self, iteration: Iteration) -> None:
-        watching = self._steps.overlap is not None and not self._steps.overlap.settled
+        watching = self.steps.overlap is not None and not self.steps.overlap.settled
         ended: _Ended | None = _Ended(iteration, self._compiled_now or watching)
         self._compiled_now = False
         if self._machine.device.asynchronous:  # its times are not known yet; those of the iteration before are, mostly
@@ -348,15 +342,7 @@ class TrainingRun:
     def manage_optimizer(self, optimizer: Optimizer) -> None:
         """Manage its steps and states, whatever the option optimizer says. Waits while states are copied."""
         with uninterrupted():
-            self._steps.manage(optimizer)
-
-    def optimizers(self) -> list[Optimizer]:
-        """Return the optimizers whose steps and states it manages."""
-        return self._steps.optimizers()
-
-    def expect(self, optimizers: Sequence[Optimizer]) -> None:
-        """Manage the states of these optimizers as soon as their parameters are blocks, if it manages optimizers at all."""
-        self._steps.expect(optimizers)
+            self.steps.manage(optimizer)
 
     def map_away(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """Return main memory over the content of a tensor that is not on its device, see `Tiers.map`; None if it is there."""
@@ -366,10 +352,6 @@ class TrainingRun:
     def count_managed(self, tensors: Sequence[torch.Tensor]) -> int:
         """Return how many of these tensors it manages."""
         return sum(self._pager.known_block(tensor) is not None for tensor in tensors)
-
-    def wait_for_plan(self, timeout_seconds: float | None) -> bool:
-        """Wait until no plan is being made, or until the time is over. Return whether none is. For any thread."""
-        return self._background.wait(timeout_seconds)
 
     def status(self) -> Status:
         """Return a snapshot. Never waits. For any thread."""
@@ -400,7 +382,6 @@ class TrainingRun:
             recomputed_stages=len(history.reruns),
             recomputed_bytes=sum(rerun.made_bytes for rerun in history.reruns),
             recompute_seconds=history.recompute_seconds,
-            collective_seconds=history.collective_seconds,
             reserved_bytes=reserved_bytes,
             allocator_retries=self._machine.device.retries if reserved_bytes is not None else None,
             replans=found.replans,
@@ -495,7 +476,7 @@ class TrainingRun:
             self._close()
 
     def _close(self) -> None:
-        self._steps.close()
+        self.steps.close()
         self._calls.close()
         ending, self._phase = self._phase, ClosedPhase(self._context)
         ending.end()

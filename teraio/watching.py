@@ -1,10 +1,10 @@
-"""What a training run is doing and what each of its iterations took."""
+"""What a training run is doing, what each of its iterations took, and what `teraio.park` has left on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 if TYPE_CHECKING:  # `import teraio` must not import torch
     from runtime.paging import Pager
@@ -34,8 +34,6 @@ class Status:
     timed.
     recomputed_stages, recomputed_bytes, recompute_seconds: forward stages that ran again in the last iteration, the size of
     what they recomputed, and how long they took.
-    collective_seconds: seconds of the last iteration in collectives inside of graphs, by stage: their work, and waiting for other
-    ranks. Empty on a GPU, where the host does not wait.
     reserved_bytes: what PyTorch's allocator has taken from the GPU, handed out or not. allocator_retries: how often so far it had
     to wait for the GPU and take free memory away. None on CPU.
     replans: how often a plan made from measured times has replaced the plan before it.
@@ -62,7 +60,6 @@ class Status:
     recomputed_stages: int
     recomputed_bytes: int
     recompute_seconds: float
-    collective_seconds: dict[str, float]
     reserved_bytes: int | None
     allocator_retries: int | None
     replans: int
@@ -106,8 +103,8 @@ class IterationStats:
 class History:
     """The iterations of one run. `note` is for the training thread, all else for any.
 
-    finished: how many have ended. reruns: of the last one. waited_seconds, recompute_seconds, collective_seconds: of the last one
-    whose stages were timed, see `Status`.
+    finished: how many have ended. reruns: of the last one. waited_seconds, recompute_seconds: of the last one whose stages were
+    timed, see `Status`.
     """
 
     def __init__(self, machine: Machine, pager: Pager) -> None:
@@ -118,7 +115,6 @@ class History:
         self.finished = 0
         self.reruns: Sequence[RerunRecord] = ()
         self.waited_seconds = self.recompute_seconds = 0.0
-        self.collective_seconds: dict[str, float] = {}
 
     def note(self, iteration: Iteration, phase: RunPhase, predicted_seconds: float | None, *, run: int) -> IterationStats:
         """Take in an iteration that has ended, and whose times are known. run: its number, for `IterationStats`."""
@@ -127,7 +123,6 @@ class History:
         if iteration.timed:
             self.waited_seconds = iteration.waited_seconds
             self.recompute_seconds = sum(rerun.seconds for rerun in iteration.reruns)
-            self.collective_seconds = iteration.collective_seconds
         stats = IterationStats(
             run=run,
             iteration=self.finished,
@@ -146,3 +141,27 @@ class History:
         self._moved_bytes, self._busy_seconds = moved_bytes, busy_seconds
         self.finished += 1
         return stats
+
+
+BESIDE = "of your code and of libraries, and gaps between what stays"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parked:
+    """The device is empty but for what is named here, until the next compiled region or optimizer step.
+
+    left_bytes: have left the device now. staying_bytes: of what PyTorch still holds there, by the reason why it does.
+    seconds: that parking took.
+
+    As a context it only shows for how long the device is yours: blocks come back with the next region, not at the end.
+    """
+
+    left_bytes: int
+    staying_bytes: Mapping[str, int]
+    seconds: float
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing comes back before it is needed."""

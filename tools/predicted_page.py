@@ -19,7 +19,7 @@ import planner
 from examples import published
 from planner.problem import live_bytes
 from teraio.capturing import capture
-from teraio.option_kinds import parse_bytes
+from teraio.options import parse_bytes
 from tools import captured_page
 from tools.captured_traces import CAPTURES, PAPER
 

@@ -30,7 +30,7 @@ from planner.errors import OptionsError, UnsupportedError
 from planner.schema import MAX_TEXT_CHARACTERS
 from runtime.execution import StageFunction
 from teraio.capturing.hardware import MachineDescription
-from teraio.capturing.modelled import DescribedHostRates, EagerWork, KnownValues, ModelledDevice, ModelledMachine
+from teraio.capturing.modelled import DescribedHostRates, EagerWork, KnownValues, ModelledDevice, modelled_machine
 from teraio.capturing.pretended_gpu import answering, pretended_gpu
 from teraio.machine import Shared
 from teraio.options import Options
@@ -105,7 +105,7 @@ class _Capture:
             ),
             device,
             RunParts(
-                open_machine=lambda *_: ModelledMachine.of(self._device, self._description.hardware),
+                open_machine=lambda *_: modelled_machine(self._device, self._description.hardware),
                 speed_of=self._description.speed_of,
                 codegen=partial(self._codegen, fuses=options.codegen != "eager"),
                 host_rates=DescribedHostRates(self._description.hardware.host_update_elements_per_second),
@@ -287,7 +287,8 @@ def training_of(
     """
 
     def training() -> Callable[[], object]:
-        copied = faked(model, device)
+        tensors = chain(model.parameters(), model.buffers())  # shared ones come once; they may be on the device "meta"
+        copied = copy.deepcopy(model, {id(tensor): _fake(tensor, device) for tensor in tensors})
         optimizer = make_optimizer(copied.parameters())
         compiled = torch.compile(copied, backend="teraio")
         named = {name: _fake(value, device) for name, value in inputs.items()} if isinstance(inputs, Mapping) else {}
@@ -303,15 +304,6 @@ def training_of(
 
     training.__name__ = type(model).__name__
     return training
-
-
-def faked(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy whose parameters and buffers are fake tensors on a device. To be called under a fake mode.
-
-    The model may be on the device "meta".
-    """
-    tensors = chain(model.parameters(), model.buffers())  # shared ones come once
-    return copy.deepcopy(model, {id(tensor): _fake(tensor, device) for tensor in tensors})
 
 
 def _fake(value: Any, device: torch.device) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,27 +66,18 @@ class ResidentMover(NullMover):
         return ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelledMachine(Machine):
-    """The `Machine` of a description. It has lower tiers, but nothing moves to them: there is no budget."""
-
-    described: planner.Hardware
-
-    @classmethod
-    def of(cls, modelled: ModelledDevice, described: planner.Hardware) -> ModelledMachine:
-        return cls(
-            name=described.name,
-            device=modelled,
-            device_memory_bytes=described.device_memory_bytes,
-            budgets=ResolvedBudgets(),
-            memory=modelled,
-            mover=ResidentMover(),
-            undo=ExitStack(),
-            described=described,
-        )
-
-    def hardware(self) -> planner.Hardware:
-        return self.described
+def modelled_machine(modelled: ModelledDevice, described: planner.Hardware) -> Machine:
+    """Return the `Machine` of a description. It has lower tiers, but nothing moves to them: there is no budget."""
+    return Machine(
+        name=described.name,
+        device=modelled,
+        device_memory_bytes=described.device_memory_bytes,
+        budgets=ResolvedBudgets(),
+        memory=modelled,
+        mover=ResidentMover(),
+        undo=ExitStack(),
+        described=described,
+    )
 
 
 class DescribedHostRates(HostRates):

@@ -15,10 +15,9 @@ import typer
 import planner
 from planner.schema import printable
 from teraio import __version__
-from teraio.cli.arguments import as_options, with_solver_options
+from teraio.cli.arguments import as_options
 from teraio.cli.machine_commands import advise, capture, doctor
-from teraio.cli.plan_commands import inspect, plan, schema, simulate, sweep
-from teraio.cli.report.command import report
+from teraio.cli.plan_commands import inspect, plan, report, schema, simulate, sweep
 
 app = typer.Typer(
     name="teraio",
@@ -65,7 +64,7 @@ _COMMANDS: dict[Callable[..., None], str] = {
     simulate: "simulate trace.json plan.json",
     sweep: "sweep trace.json --device 8GiB:80GiB:10",
     inspect: "inspect plan.json --trace trace.json --rows 30",
-    with_solver_options(report): "report plan.json --trace trace.json -o report.html",
+    report: "report plan.json --trace trace.json -o report.html",
     doctor: "doctor --storage /mnt/nvme",
     schema: "schema trace",
 }

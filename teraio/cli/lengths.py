@@ -11,7 +11,7 @@ from pathlib import Path
 import planner
 from planner.errors import FileFormatError, OptionsError
 from planner.problem import live_bytes
-from planner.schema import Predicted, printable, told
+from planner.schema import printable, told
 from teraio.cli.output import Column, Data, Facts, Table, data_of, format_seconds, iteration_time, rate_columns
 
 _MOST = 64  # lengths that are planned for
@@ -89,7 +89,7 @@ def lengths_of_plan(plan: planner.Plan, trace: planner.Trace | None, counts: dic
             "sizes": sizes,
             "share": counts.get(sizes[0] if sizes else 0, 0.0) / whole if counts else None,
             "predicted": data_of(predicted),
-            "waits_seconds": _waits(predicted),
+            "waits_seconds": max(predicted.iteration_seconds - predicted.ideal_seconds - predicted.recompute_seconds, 0.0),
             "peak_bytes": predicted.peak_bytes.get("device"),
             "moves": moves,
             "skipped": skipped,
@@ -97,10 +97,6 @@ def lengths_of_plan(plan: planner.Plan, trace: planner.Trace | None, counts: dic
         }
         for sizes, predicted, moves, skipped in rows
     ]
-
-
-def _waits(predicted: Predicted) -> float:
-    return max(predicted.iteration_seconds - predicted.ideal_seconds - predicted.recompute_seconds, 0.0)
 
 
 def _work(trace: planner.Trace | None, sizes: tuple[int, ...] | None) -> Data | None:

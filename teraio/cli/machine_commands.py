@@ -17,30 +17,11 @@ from rich.text import Text
 
 import planner
 from planner.problem import SolverSettings
-from teraio.advice import Case, Unit, advise_geometry
-from teraio.advice import advise as advice_of
-from teraio.cli import arguments
+from teraio.advice import Adviser, Case, Unit
+from teraio.cli import arguments, output
 from teraio.cli.arguments import AsJson, Device, Host, Rows, Storage, with_solver_options
 from teraio.cli.lengths import length_range
-from teraio.cli.output import (
-    Column,
-    Data,
-    Facts,
-    Page,
-    Table,
-    budget_facts,
-    data_of,
-    exact_bytes,
-    format_bytes,
-    format_seconds,
-    in_asked_unit,
-    rate_columns,
-    save,
-    show_or_print,
-    some_seconds,
-    working,
-    write_file,
-)
+from teraio.cli.output import Column, Data, Facts, Page, Table, in_asked_unit, save, show_or_print, working, write_file
 from teraio.cli.trace_summary import summarise_trace, tiles_of, trace_page
 from teraio.options import require_directory
 
@@ -171,13 +152,13 @@ def advise(
 
     budgets = arguments.budgets(arguments.size("--device", device), host, storage)
     with working("planning") as progress:
-        given: dict[str, Any] = {"drives": drives, "settings": settings, "progress": progress, "made": keep}
+        adviser = Adviser(settings=settings, drives=drives, progress=progress, made=keep)
         if asked:
             ((unit, step),) = asked
-            found = advise_geometry(loaded, budgets, step=step, unit=unit, **given)
+            found = adviser.divide(loaded, budgets, step=step, unit=unit)
         else:
-            found = advice_of(loaded[0], budgets, **given)
-    data = data_of(found) if asked else data_of(found) | {"tiles": tiles_of(loaded[0])}
+            found = adviser.advise(loaded[0], budgets)
+    data = output.data_of(found) if asked else output.data_of(found) | {"tiles": tiles_of(loaded[0])}
     show_or_print(data, _geometry_page(data) if asked else _advice_page(data), as_json=as_json)
     if found.answers[0].predicted is None:
         raise typer.Exit(1)
@@ -188,19 +169,19 @@ def _geometry_page(advice: Data) -> Page:
     answers = advice["answers"]
     best = answers[0]
     fits = best["what"] if best["predicted"] else f"nothing: {arguments.as_options(best['reason'])}"
-    overview = {"trace": advice["trace_name"], **budget_facts(best["budgets"]), "fastest": fits}
+    overview = {"trace": advice["trace_name"], **output.budget_facts(best["budgets"]), "fastest": fits}
     columns: dict[str, Column] = {
         "passes x microbatch": "what",
         "fits": _fits,
         ">a step": "predicted.iteration_seconds",
         ">without waiting": "ideal_seconds",
-        **rate_columns({**best["work"], "flops": None}),
+        **output.rate_columns({**best["work"], "flops": None}),
         ">smallest device budget": "floor_bytes",
         ">with updates in slices": _sliced_floor,
         ">peak if nothing moves": "peak_bytes",
         **{f">moved {link}": _moved(link) for link in (best["predicted"] or {"moved_bytes": ()})["moved_bytes"]},
         "held up by": _held_up,
-        ">recomputed": lambda answer: answer["predicted"] and some_seconds(answer["predicted"].get("recompute_seconds")),
+        ">recomputed": lambda answer: answer["predicted"] and output.some_seconds(answer["predicted"].get("recompute_seconds")),
     }
     page: list[Table | Facts | str] = [Facts(overview), Table(columns=columns, rows=answers)]
     if any(answer["geometry"]["order"] == "layer by layer" for answer in answers):
@@ -215,12 +196,12 @@ _LAYER_BY_LAYER = (
 
 
 def _moved(link: str) -> Column:
-    return lambda answer: answer["predicted"] and format_bytes(answer["predicted"]["moved_bytes"].get(link, 0))
+    return lambda answer: answer["predicted"] and output.format_bytes(answer["predicted"]["moved_bytes"].get(link, 0))
 
 
 def _sliced_floor(answer: Data) -> str:
     less = answer["sliced_floor_bytes"] < answer["floor_bytes"]
-    return exact_bytes(answer["sliced_floor_bytes"]) if less else ""
+    return output.exact_bytes(answer["sliced_floor_bytes"]) if less else ""
 
 
 def _advice_page(advice: Data) -> Page:
@@ -229,11 +210,11 @@ def _advice_page(advice: Data) -> Page:
 
     overview = {
         "trace": advice["trace_name"],
-        **budget_facts(asked["budgets"]),
-        "smallest device budget": exact_bytes(asked["floor_bytes"]),
+        **output.budget_facts(asked["budgets"]),
+        "smallest device budget": output.exact_bytes(asked["floor_bytes"]),
         "with updates in slices": _sliced_floor(asked),
         "in tiles": advice["tiles"]["words"],
-        "peak if nothing moves": exact_bytes(asked["peak_bytes"]),
+        "peak if nothing moves": output.exact_bytes(asked["peak_bytes"]),
         "does it fit": asked["fit"] if asked["predicted"] else f"{asked['fit']}: {arguments.as_options(asked['reason'])}",
         "what holds it up": _held_up(asked),
     }
@@ -241,11 +222,11 @@ def _advice_page(advice: Data) -> Page:
         "case": "what",
         "fits": _fits,
         ">iteration": "predicted.iteration_seconds",
-        ">without waiting": lambda answer: answer["predicted"] and format_seconds(answer["ideal_seconds"]),
+        ">without waiting": lambda answer: answer["predicted"] and output.format_seconds(answer["ideal_seconds"]),
         ">speed": lambda answer: "" if answer["speed"] is None else f"{answer['speed']:.2f}x",
-        **rate_columns(asked["work"]),
+        **output.rate_columns(asked["work"]),
         "held up by": _held_up,
-        ">recomputed": lambda answer: answer["predicted"] and some_seconds(answer["predicted"].get("recompute_seconds")),
+        ">recomputed": lambda answer: answer["predicted"] and output.some_seconds(answer["predicted"].get("recompute_seconds")),
         ">written a day": _written,
     }
     return Facts(overview), Table(columns=columns, rows=advice["answers"])
@@ -262,7 +243,7 @@ def _held_up(answer: Data) -> str:
 def _written(answer: Data) -> str:
     if not answer["predicted"]:
         return ""
-    return format_bytes(answer["written_bytes_per_day"]) if answer["written_bytes_per_day"] else "nothing"
+    return output.format_bytes(answer["written_bytes_per_day"]) if answer["written_bytes_per_day"] else "nothing"
 
 
 def doctor(
@@ -300,7 +281,7 @@ def doctor(
         "what follows": "effect",
         "what to do": "remedy",
     }
-    data = data_of(found)
+    data = output.data_of(found)
     page: list[Table | Facts] = [Table(columns=columns, rows=data["findings"])]
     if hardware_out is not None:
         page.append(Facts({"written": str(hardware_out), "for": f"teraio capture --hardware {hardware_out}"}))

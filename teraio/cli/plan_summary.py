@@ -1,30 +1,161 @@
-"""The result of `teraio plan` and `teraio inspect PLAN`: a plan and why its blocks move, its data and its page."""
+"""The results of `teraio plan` and `teraio inspect PLAN`, a plan and why its blocks move; that of `teraio simulate`: a replay."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import planner
-from planner.problem import live_bytes
-from planner.schema import short_fingerprint
-from teraio.cli.output import (
-    Column,
-    Data,
-    Facts,
-    Page,
-    Table,
-    budget_facts,
-    exact_bytes,
-    format_bytes,
-    format_seconds,
-    iteration_time,
-    named,
-    share,
-    some_seconds,
-    work_of,
-)
-from teraio.cli.replay_summary import critical_fact, links_table, peak_facts, processor_fact, summarise_replay, waiting
+from planner.problem import live_bytes, recompute_seconds
+from planner.schema import Link, short_fingerprint
+from planner.simulator import STAGES, PathSegment, critical_path
+from teraio.cli import output
+from teraio.cli.output import Column, Data, Facts, Page, Table, exact_bytes, format_bytes, format_seconds, share
 from teraio.cli.trace_summary import copy_seconds
+
+# -- the replay of a plan
+
+_ROUNDING_SECONDS = 1e-9  # sums of times differ by less: a shorter stall is none
+
+
+def summarise_replay(trace: planner.Trace, plan: planner.Plan, timeline: planner.Timeline) -> Data:
+    """Return the replay of `plan` on `trace` in numbers.
+
+    `ideal_seconds`: of the trace, with all updates on the device and without re-runs; these take `recompute_seconds`. An
+    iteration with updates on the host can be shorter than that, and its stalls can add up to more than its excess over it.
+    `planned_seconds`: the iteration time in the plan's file. `links`, `host_processor`: the work of each in one iteration of the
+    steady state. `stalls`: stages that wait for their inputs, or for room; longest first.
+    `critical`: the critical path, which is why the iteration takes as long as it does. `pieces`: its segments in order, without
+    gaps between them, in seconds from the iteration's start. `index`: number of the stage, the subgroup or the move. `seconds`:
+    time on the path by resource ("stages", "host updates" or a link), largest first; the sum is the iteration's time.
+    """
+    stages = planner.recomputed(trace, plan.recompute).stages
+    stalls = [
+        {"stage": stage.id, "name": stage.name, "stall_seconds": times.stall_seconds}
+        for stage, times in zip(stages, timeline.stages, strict=True)
+        if times.stall_seconds > _ROUNDING_SECONDS
+    ]
+    path = critical_path(trace, plan, timeline)
+    return {
+        "work": output.work_of(trace),
+        "iteration_seconds": timeline.iteration_seconds,
+        "ideal_seconds": trace.ideal_seconds,
+        "recompute_seconds": recompute_seconds(trace, plan.recompute),
+        "stall_seconds": timeline.stall_seconds,
+        "planned_seconds": None if plan.predicted is None else plan.predicted.iteration_seconds,
+        "device_budget_bytes": plan.budgets.device_bytes,
+        "peak_bytes": dict(timeline.peak_bytes),
+        "moved_bytes": dict(timeline.moved_bytes),
+        "storage_written_bytes": timeline.storage_written_bytes,
+        "links": [_link(link, timeline) for link in trace.hardware.links],
+        "host_processor": {
+            "updates": len(timeline.updates),
+            "busy_seconds": sum(update.end_seconds - update.start_seconds for update in timeline.updates),
+        },
+        "stalls": sorted(stalls, key=lambda stall: -stall["stall_seconds"]),
+        "critical": {"seconds": path.seconds(), "pieces": [_segment(trace, stages, piece) for piece in path.segments]},
+    }
+
+
+def _link(link: Link, timeline: planner.Timeline) -> Data:
+    transfers = [transfer for transfer in timeline.transfers if transfer.link == link.name]
+    return {
+        "link": link.name,
+        "bytes_per_second": link.bytes_per_second,
+        "transfers": len(transfers),
+        "size_bytes": timeline.moved_bytes.get(link.name, 0),
+        "busy_seconds": sum(transfer.end_seconds - transfer.start_seconds for transfer in transfers),
+    }
+
+
+def _segment(trace: planner.Trace, stages: Sequence[planner.Stage], piece: PathSegment) -> Data:
+    if piece.block is not None:
+        name = trace.blocks[piece.block].name
+    elif piece.resource == STAGES:
+        name = stages[piece.index].name
+    else:
+        name = trace.stages[trace.subgroups[piece.index].stage].name
+    times = {"start_seconds": piece.start_seconds, "end_seconds": piece.end_seconds}
+    return {"resource": piece.resource, "index": piece.index, "name": name, **times}
+
+
+def replay_page(replay: Data, rows: int) -> Page:
+    """Show overview, links, and `rows` each of the longest stalls and of the copies on the critical path."""
+    iteration = replay["iteration_seconds"]
+    overview = {
+        "iteration": output.iteration_time(iteration, replay["work"]),
+        "in the plan's file": "not given" if replay["planned_seconds"] is None else format_seconds(replay["planned_seconds"]),
+        "without waiting": format_seconds(replay["ideal_seconds"]),
+        "recomputation": output.some_seconds(replay["recompute_seconds"]),
+        "stall": f"{format_seconds(replay['stall_seconds'])}, {share(replay['stall_seconds'], iteration)}",
+        "device budget": output.budget(replay["device_budget_bytes"]),
+        **peak_facts(replay["peak_bytes"]),
+        "host's processor": processor_fact(replay["host_processor"], iteration),
+        "written to storage": exact_bytes(replay["storage_written_bytes"]),
+        "critical path": critical_fact(replay["critical"]),
+    }
+    links = links_table(replay["links"], iteration)
+    return Facts(overview), links, *waiting(replay["stalls"], replay["critical"], rows)
+
+
+def peak_facts(peak_bytes: Mapping[str, int]) -> dict[str, str]:
+    """Return the peak of each tier that is used."""
+    return {f"peak of {tier}": exact_bytes(size) for tier, size in peak_bytes.items() if size}
+
+
+def processor_fact(processor: Data, iteration_seconds: float) -> str:
+    """Return what the host's processor does in an iteration; "" if it does nothing."""
+    updates, seconds = processor["updates"], processor["busy_seconds"]
+    if not updates:
+        return ""
+    return f"{updates} update{'s' if updates > 1 else ''}, busy {format_seconds(seconds)}, {share(seconds, iteration_seconds)}"
+
+
+def critical_fact(critical: Data) -> str:
+    """Return the share of each resource of the critical path."""
+    whole = sum(critical["seconds"].values())
+    return ", ".join(f"{resource} {share(seconds, whole)}" for resource, seconds in critical["seconds"].items())
+
+
+def links_table(links: Sequence[Data], iteration_seconds: float) -> Table:
+    """Return what each link carries in an iteration."""
+    return Table(
+        columns={
+            "link": "link",
+            ">copies": "transfers",
+            ">size": "size_bytes",
+            ">busy": "busy_seconds",
+            ">of the iteration": lambda link: share(link["busy_seconds"], iteration_seconds),
+            ">rate then": lambda link: link["busy_seconds"] and f"{format_bytes(link['size_bytes'] / link['busy_seconds'])}/s",
+            ">of": "bytes_per_second",
+        },
+        rows=links,
+    )
+
+
+def waiting(stalls: Sequence[Data], critical: Data, rows: int) -> Page:
+    """Return the stages that wait, and the copies and updates on the critical path, `rows` of each.
+
+    The iteration gets shorter only if these, or stages on the critical path, do.
+    """
+    awaited = Table(
+        title="on the critical path beside the stages",
+        columns={
+            "on": "resource",
+            "what": "name",
+            ">begins": "start_seconds",
+            ">takes": lambda piece: format_seconds(piece["end_seconds"] - piece["start_seconds"]),
+        },
+        rows=sorted(
+            (piece for piece in critical["pieces"] if piece["resource"] != STAGES),
+            key=lambda piece: piece["start_seconds"] - piece["end_seconds"],
+        ),
+        most=rows,
+    )
+    waits = {">stage": "stage", "name": "name", ">waits": "stall_seconds"}
+    return Table(title="stages that wait", columns=waits, rows=stalls, most=rows) if stalls else "no stage waits", awaited
+
+
+# -- a plan and why its blocks move
 
 
 def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None) -> Data:
@@ -48,7 +179,7 @@ def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None) -> Da
     return {
         **plan.model_dump(mode="json", include={"policy", "trace_fingerprint", "budgets", "solver", "predicted"}),
         "trace_name": None if trace is None else trace.name,
-        "work": None if trace is None else work_of(trace),
+        "work": None if trace is None else output.work_of(trace),
         "blocks_moved": len({move.block for move in plan.moves}),
         "dropped": sum(move.offload is None for move in plan.moves),
         "moves": sorted(moves, key=lambda move: -(move["size_bytes"] or 0)),
@@ -169,7 +300,7 @@ def plan_page(plan: Data, rows: int) -> Page:
         "plan for": plan["trace_name"] or f"trace {short_fingerprint(plan['trace_fingerprint'])}",
         "policy": plan["policy"],
         "solver": f"{solver['name']}: {ended}, {format_seconds(solver['solve_seconds'])}",
-        **budget_facts(plan["budgets"]),
+        **output.budget_facts(plan["budgets"]),
         "moves": f"{len(plan['moves'])} of {plan['blocks_moved']} blocks, {plan['dropped']} without a copy out",
         "recomputed": _recomputed(plan["reruns"]),
         "updates on the host": _updates(plan["host_updates"], plan["subgroups"]),
@@ -189,9 +320,9 @@ def plan_page(plan: Data, rows: int) -> Page:
 def _prediction(predicted: Data, work: Data | None) -> dict[str, str]:
     stall, iteration = predicted["stall_seconds"], predicted["iteration_seconds"]
     return {
-        "iteration": iteration_time(iteration, work),
+        "iteration": output.iteration_time(iteration, work),
         "without waiting": format_seconds(predicted["ideal_seconds"]),
-        "recomputation": some_seconds(predicted.get("recompute_seconds")),
+        "recomputation": output.some_seconds(predicted.get("recompute_seconds")),
         "no plan is faster than": format_seconds(predicted["lower_bound_seconds"]),
         "stall": f"{format_seconds(stall)}, {share(stall, iteration)}",
         **peak_facts(predicted["peak_bytes"]),
@@ -216,8 +347,8 @@ def _reruns(reruns: Sequence[Data], rows: int) -> Table:
     """The last two columns tell why a stage runs again: what it takes, and what copying its blocks out and in would take."""
     columns: dict[str, Column] = {
         ">group": "group",
-        "stage": lambda each: named(each["stage"], each["stage_name"]),
-        "runs again before": lambda each: named(each["at"], each["at_name"]),
+        "stage": lambda each: output.named(each["stage"], each["stage_name"]),
+        "runs again before": lambda each: output.named(each["at"], each["at_name"]),
         ">makes": "size_bytes",
         ">in": "seconds",
         ">copies would take": "copy_seconds",
@@ -235,14 +366,14 @@ def _moves(moves: Sequence[Data], rows: int) -> Table:
 
     reasons: dict[str, Column] = {
         ">over budget if nothing leaves": excess,
-        "in": lambda move: named(move["relieved_stage"], move["relieved_name"]),
+        "in": lambda move: output.named(move["relieved_stage"], move["relieved_name"]),
     }
     columns: dict[str, Column] = {
-        "block": lambda move: named(move["block"], move["block_name"]),
+        "block": lambda move: output.named(move["block"], move["block_name"]),
         ">size": "size_bytes",
         "tier": "tier",
-        "after": lambda move: named(move["after"], move["after_name"]),
-        "before": lambda move: named(move["before"], move["before_name"]),
+        "after": lambda move: output.named(move["after"], move["after_name"]),
+        "before": lambda move: output.named(move["before"], move["before_name"]),
         ">copy out": lambda move: "dropped" if move["offload_start"] is None else str(move["offload_start"]),
         ">copy in": lambda move: "does not come back" if move["prefetch_start"] is None else str(move["prefetch_start"]),
         **(reasons if any(move["size_bytes"] is not None for move in moves) else {}),

@@ -7,21 +7,9 @@ from collections.abc import Callable, Sequence
 import planner
 from planner.problem import SolverSettings, live_bytes
 from teraio.advice import planned
+from teraio.cli import output
 from teraio.cli.arguments import as_options
-from teraio.cli.output import (
-    Column,
-    Data,
-    Facts,
-    Page,
-    Table,
-    data_of,
-    exact_bytes,
-    format_bytes,
-    format_seconds,
-    in_asked_unit,
-    rate_columns,
-    work_of,
-)
+from teraio.cli.output import Column, Data, Facts, Page, Table, exact_bytes, format_bytes, format_seconds
 
 Progress = Callable[[str], None]  # called with a text that says what is being planned now
 
@@ -48,14 +36,14 @@ def sweep_budgets(
         tried = budgets.model_copy(update={"device_bytes": size})
         made, _, reason = planned(trace, tried, settings, policy=policy, incumbents=[best] if best else [])
         planned_for = made and made.budgets.device_bytes
-        predicted = made and data_of(made)["predicted"]
+        predicted = made and output.data_of(made)["predicted"]
         error = as_options(reason)
         points.append({"device_bytes": size, "planned_for_bytes": planned_for, "predicted": predicted, "error": error})
         best = made or best
     return {
         "trace_name": trace.name,
         "policy": policy,
-        "work": work_of(trace),
+        "work": output.work_of(trace),
         "ideal_seconds": trace.ideal_seconds,
         "floor_bytes": planner.floor(trace)[0],
         "peak_bytes": max(live_bytes(trace)),
@@ -81,16 +69,16 @@ def sweep_table(sweep: Data) -> Table:
     def note(point: Data) -> str:
         planned_for = point["planned_for_bytes"]
         smaller = planned_for is not None and planned_for < point["device_bytes"]
-        return f"the plan for {in_asked_unit(planned_for)}" if smaller else point["error"]
+        return f"the plan for {output.in_asked_unit(planned_for)}" if smaller else point["error"]
 
     def beyond(point: Data) -> str:
         ideal = sweep["ideal_seconds"]
         return f"{point['predicted']['iteration_seconds'] / ideal - 1:.1%}" if point["predicted"] and ideal else ""
 
     columns: dict[str, Column] = {
-        ">device budget": lambda point: in_asked_unit(point["device_bytes"]),
+        ">device budget": lambda point: output.in_asked_unit(point["device_bytes"]),
         ">iteration": "predicted.iteration_seconds",
-        **rate_columns(sweep["work"]),
+        **output.rate_columns(sweep["work"]),
         ">over no waiting": beyond,
         ">stall": "predicted.stall_seconds",
         ">recomputed": lambda point: point["predicted"] and format_seconds(point["predicted"].get("recompute_seconds", 0.0)),

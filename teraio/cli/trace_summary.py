@@ -9,21 +9,9 @@ from typing import TypeVar
 import planner
 from planner.problem import block_activities, host_updatable, live_bytes, mean_active_fraction
 from planner.schema import WaitingTier, short_fingerprint
+from teraio.cli import output
 from teraio.cli.lengths import lengths_of_trace, trace_lengths_table
-from teraio.cli.output import (
-    Column,
-    Data,
-    Facts,
-    Page,
-    Table,
-    data_of,
-    exact_bytes,
-    format_bytes,
-    format_seconds,
-    iteration_time,
-    some_seconds,
-    work_of,
-)
+from teraio.cli.output import Column, Data, Facts, Page, Table, exact_bytes, format_bytes, format_seconds
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")
@@ -49,8 +37,8 @@ def summarise_trace(trace: planner.Trace) -> Data:
         "name": trace.name,
         "created_by": trace.created_by,
         "fingerprint": trace.fingerprint,
-        "hardware": data_of(trace.hardware),
-        "work": work_of(trace),
+        "hardware": output.data_of(trace.hardware),
+        "work": output.work_of(trace),
         "ideal_seconds": trace.ideal_seconds,
         "collective_seconds": sum(stage.collective_seconds for stage in trace.stages),
         "peak_bytes": live[peak_stage],
@@ -88,7 +76,7 @@ def tiles_of(trace: planner.Trace) -> Data:
     floor_bytes, _ = planner.floor(trace)
     again_seconds = sum(each.again_seconds for each in trace.tiled)
     return {
-        "layers": data_of(trace)["tiled"] if trace.tiled else [],
+        "layers": output.data_of(trace)["tiled"] if trace.tiled else [],
         "floor_bytes": max([floor_bytes, *(each.whole_bytes for each in trace.tiled)]),
         "share": again_seconds / trace.ideal_seconds if trace.ideal_seconds else 0.0,
         "words": _tiles_in_words(trace, floor_bytes, again_seconds),
@@ -117,7 +105,9 @@ def block_summaries(trace: planner.Trace) -> list[Data]:
     `active_fraction`: share of the iteration time in which a stage uses it. `idle_seconds`: length of all its inactive periods.
     `longest_idle_seconds`: length of the longest. `clean`: whether no stage writes it, so that it needs no copy out.
     """
-    return [{**data_of(block), **asdict(found)} for block, found in zip(trace.blocks, block_activities(trace), strict=True)]
+    return [
+        {**output.data_of(block), **asdict(found)} for block, found in zip(trace.blocks, block_activities(trace), strict=True)
+    ]
 
 
 def idlest_blocks(blocks: Iterable[Data]) -> list[Data]:
@@ -191,8 +181,8 @@ def trace_page(trace: Data, rows: int) -> Page:
         "made by": trace["created_by"],
         "fingerprint": short_fingerprint(trace["fingerprint"]),
         "hardware": trace["hardware"]["name"],
-        "without waiting": iteration_time(trace["ideal_seconds"], trace["work"]),
-        "of that in collectives": some_seconds(trace["collective_seconds"]),
+        "without waiting": output.iteration_time(trace["ideal_seconds"], trace["work"]),
+        "of that in collectives": output.some_seconds(trace["collective_seconds"]),
         "peak if nothing moves": f"{exact_bytes(trace['peak_bytes'])}, in {trace['peak_stage']}",
         "floor (smallest budget)": f"{exact_bytes(trace['floor_bytes'])}, set by {trace['floor_stage']}",
         "with updates in slices": exact_bytes(trace["sliced_floor_bytes"]) if sliced else "",

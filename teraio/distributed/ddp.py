@@ -151,8 +151,14 @@ class UpdateBroadcasts:
                         each.wait()
                     return ()
 
-                written = own if rank != optimizer.rank else ()
-                self._calls.stage(f"forward/updated.{number}", broadcast, read=list(dict.fromkeys(own)), written=written)
+                self._calls.observer.run_stage(
+                    f"forward/updated.{number}",
+                    broadcast,
+                    phase="forward",
+                    read=list(dict.fromkeys(own)),
+                    written=own if rank != optimizer.rank else (),
+                    collective=True,
+                )
 
 
 def _shares(optimizer: Any) -> list[tuple[int, list[Tensor]]]:

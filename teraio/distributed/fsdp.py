@@ -118,9 +118,10 @@ class _GroupStages:
         if begun or not self._calls.active():
             gather()
             return
-        shards = self._shards(group)
+        shards, phase = self._shards(group), "backward" if in_backward else "forward"
         with self._calls.region(("gather", id(group)), 1):
-            self._calls.stage(_name(group, "backward" if in_backward else "forward", "gather"), gather, read=shards)
+            name = _name(group, phase, "gather")
+            self._calls.observer.run_stage(name, gather, phase=phase, read=shards, collective=True)
 
     def _post_backward(self, group: Any, *unused: Any) -> None:
         whole = [gradient for each in group.fsdp_params for gradient in _whole_gradients(each)]
@@ -138,15 +139,18 @@ class _GroupStages:
             return [block for block in self._gradients(group) if block not in before]
 
         with self._calls.region(("reduce", id(group)), 1):
-            self._calls.stage(
+            made = self._calls.observer.run_stage(
                 _name(group, "backward", "reduce"),
                 reduce,
+                phase="backward",
                 read=list(dict.fromkeys((*reduced, *gathered, *before))),
                 written=before,
                 freed=[*reduced, *gathered],
                 made_bytes=0 if before else size,
                 workspace_bytes=size if before else 0,  # to be added to those that there are
+                collective=True,
             )
+            self._calls.pager.show_to_user(made)
 
     def _known_blocks(self, tensors: Sequence[Tensor]) -> list[Block]:
         return [block for tensor in tensors if (block := self._calls.pager.known_block(tensor)) is not None]

@@ -8,7 +8,7 @@ stages fit to ranks without them. Its time has that of the collective in it, wit
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -16,12 +16,9 @@ from typing import Any
 import torch
 
 from planner.errors import BudgetError
-from runtime.execution import StageRun
-from runtime.paging import Block, Pager
-from runtime.system import annotate, uninterrupted
+from runtime.paging import Pager
+from runtime.system import uninterrupted
 from teraio.following import IterationObserver
-
-_NOT_AGAIN = "it is a collective, which all ranks have to launch as often"
 
 
 @dataclass(eq=False)
@@ -66,58 +63,15 @@ class LibraryCalls:
 
     @contextmanager
     def region(self, identity: Hashable, stage_count: int, *, step_goes_on: bool = False) -> Iterator[None]:
-        """Within, `stage` is called so many times. Waits at the end until no block that user code can reach is being copied.
+        """Within, `observer.run_stage` is called so often. Waits at the end until no block that user code can reach is copied.
 
-        step_goes_on: see `IterationObserver.region_begins`.
+        step_goes_on: see `IterationObserver.region_begins`. Raises BudgetError, StorageError, and what the calls raise.
         """
         with uninterrupted(), self.pager.region():
             try:
                 self.observer.region_begins(identity, stage_count, step_goes_on=step_goes_on)
                 yield
+            except BudgetError as error:
+                raise self.explained(error) from None
             finally:
                 self.observer.region_ended()
-
-    def stage(
-        self,
-        name: str,
-        call: Callable[[], Sequence[Block]],
-        *,
-        read: Sequence[Block],
-        written: Sequence[Block] = (),
-        freed: Sequence[Block] = (),
-        made_bytes: int = 0,
-        workspace_bytes: int = 0,
-    ) -> None:
-        """Run `call`, which returns the blocks that it makes, as the next stage; its phase is what `name` begins with.
-
-        read: all blocks that it needs on the device. written: those of them that it changes. freed: those that may be gone then.
-        Waits for copies of blocks. Raises BudgetError, StorageError, and what the call raises.
-        """
-        pager, phase = self.pager, name.partition("/")[0]
-        fetch = self.observer.stage_reached()
-        try:
-            pager.acquire(read, made_bytes + workspace_bytes, name, then_fetch=fetch)
-        except BudgetError as error:
-            raise self.explained(error) from None
-        try:
-            begin = self.observer.mark()
-            with annotate("stage", name):
-                made = call()
-            end = self.observer.mark()
-        finally:
-            pager.retire(read, written, last_used=freed)
-        self.observer.stage_ended(
-            StageRun(
-                name=name,
-                phase=phase,
-                begin=begin,
-                end=end,
-                workspace_bytes=workspace_bytes,
-                read=read,
-                made=made,
-                written=written,
-                never_again=_NOT_AGAIN,
-                collective_seconds=0.0 if pager.device.asynchronous else end.seconds_since(begin),
-            )
-        )
-        pager.show_to_user(made)

@@ -21,7 +21,7 @@ A plan that the user gave is never replaced, nor any plan with the option replan
 reports the drift.
 When one rank of a machine plans again, all that run the same iteration do, each with a trace of its own. The slowest one makes
 the plan and decides whether it beats the old one. All follow what it has decided from the same iteration on, see
-`teraio.planning.rank_plan`.
+`RankPlan` in `teraio.planning.background`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ from planner.schema import Lengths
 from teraio.following.corrections import Corrections, planned_starts
 from teraio.following.drift import Drift, Expectation, Observation, drift_of, iterations_drift, remeasured, stages_plainly_off
 from teraio.following.observer import IterationObserver
-from teraio.following.schedule import StageSchedule
-from teraio.following.thinned import ThinnedPlans
+from teraio.following.schedule import StageSchedule, ThinnedPlans
 from teraio.machine import Machine
 from teraio.options import Options
-from teraio.planning import BackgroundPlanner, PlanMade, save
+from teraio.planning import BackgroundPlanner, save
 from teraio.profiling import Iteration, Profile
 
 logger = logging.getLogger("teraio")
@@ -180,7 +179,7 @@ class PlanFollower:
             logger.warning("no new plan could be made, the old one stays in force: %s", error)
             return False
         if made is not None:
-            return self._decide(made)
+            return self._decide(*made)
         if self._adaptive and self._background.wanted(self._now.profile.trace, self._now.plan.budgets):
             self._wait *= 2
             self._plan_again("another rank of this machine plans again", self._observations)
@@ -292,10 +291,9 @@ class PlanFollower:
             return new
         return _promise(old, new, trace, kept)
 
-    def _decide(self, made: PlanMade) -> bool:
+    def _decide(self, trace: planner.Trace, plan: planner.Plan) -> bool:
         """Follow the plan that was chosen, on this rank or for all of them. Return whether it is another one than before."""
-        now, trace, plan = self._now, made.trace, made.plan
-        self._since = 0
+        now, self._since = self._now, 0
         try:
             promised = planner.simulate(trace, plan)
         except TeraioError as error:

@@ -14,13 +14,13 @@ stages, and the blocks that they make, are the same ones, and all that a plan sa
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from runtime.device import Mark
 from runtime.execution import StageRerun, StageRun, graph_of
 from runtime.paging import Block, Pager
-from teraio.following.schedule import StageSchedule
-from teraio.following.thinned import ThinnedPlans
+from runtime.system import annotate
+from teraio.following.schedule import StageSchedule, ThinnedPlans
 from teraio.profiling import Iteration, IterationRecorder, LateBlocks
 
 
@@ -141,10 +141,6 @@ class PlanCursor:
         """Numbers of the stages of this region that run again later."""
         return self.schedule.kept[self._next_region - 1] if self.in_step and self.schedule is not None else ()
 
-    def to_prefetch(self) -> list[Block]:
-        """Return what is to be prefetched at this position, where a plan is followed."""
-        return self._to_prefetch(self.position)
-
     def stage_ended(self) -> None:
         """Offload and drop what the plan says after the stage at this position, and go on to the next one. For runs in step."""
         self._leave(self.position)
@@ -160,7 +156,7 @@ class PlanCursor:
         while self.reruns_due and self.schedule is not None:
             made = (self._by_id.get(i) for i in self.schedule.reruns.made[self.position])
             self.rerun_position = self.position
-            yield [block for block in made if block is not None], self._to_prefetch(self.position)
+            yield [block for block in made if block is not None], self.to_prefetch(self.position)
             self.rerun_position = None
             self._leave(self.position)
             self.position += 1
@@ -188,14 +184,15 @@ class PlanCursor:
 
     # -- one position
 
-    def _to_prefetch(self, position: int) -> list[Block]:
+    def to_prefetch(self, position: int) -> list[Block]:
+        """Return what is to be prefetched at a position, where a plan is followed."""
         if self._moving is None:
             return []
         planned, by_id = self._moving.fetch_at[position], self._by_id
         return [by_id[i] for i in planned if i in by_id] if planned else []
 
     def _prefetch(self, position: int) -> None:
-        for block in self._to_prefetch(position):
+        for block in self.to_prefetch(position):
             self._pager.prefetch(block)
 
     def _leave(self, position: int) -> None:
@@ -208,6 +205,9 @@ class PlanCursor:
         planned, by_id = self._moving.leave_after[position], self._by_id
         if planned and (leaving := [(block, tier) for i, tier in planned if (block := by_id.get(i)) is not None]):
             self._pager.offload_all(leaving)
+
+
+_NOT_AGAIN = "it is a collective, which all ranks have to launch as often"
 
 
 class IterationObserver:
@@ -239,7 +239,7 @@ class IterationObserver:
         return self.recorder.mark()
 
     def stage_reached(self) -> Sequence[Block]:
-        return self.plan.to_prefetch() if self.plan.in_step else ()
+        return self.plan.to_prefetch(self.plan.position) if self.plan.in_step else ()
 
     def stage_ended(self, run: StageRun) -> None:
         region = self.recorder.region
@@ -250,6 +250,51 @@ class IterationObserver:
         self._pager.advance_clock(zip((*run.read, *run.made), self._until_next_uses(run, position), strict=False))
         if self.plan.in_step:
             self.plan.stage_ended()
+
+    def run_stage(
+        self,
+        name: str,
+        work: Callable[[], Sequence[Block]],
+        *,
+        phase: str,
+        read: Sequence[Block],
+        written: Sequence[Block] = (),
+        freed: Sequence[Block] = (),
+        made_bytes: int = 0,
+        workspace_bytes: int = 0,
+        elements: int = 0,
+        collective: bool = False,
+    ) -> Sequence[Block]:
+        """Run `work`, which returns the blocks that it makes, as the next stage. For stages that are of no compiled graph.
+
+        read: all blocks that it needs on the device. written: those of them that it changes. freed: those that may be gone then.
+        elements: of parameters that it updates. collective: all ranks have to run it as often.
+        Waits for copies of blocks. Raises BudgetError before it begins if it does not fit, StorageError, and what `work` raises.
+        """
+        self._pager.acquire(read, made_bytes + workspace_bytes, name, then_fetch=self.stage_reached())
+        try:
+            begin = self.mark()
+            with annotate("update" if phase == "optimizer" else "stage", name):
+                made = work()
+            end = self.mark()
+        finally:
+            self._pager.retire(read, written, last_used=freed)
+        self.stage_ended(
+            StageRun(
+                name=name,
+                phase=phase,
+                begin=begin,
+                end=end,
+                workspace_bytes=workspace_bytes,
+                elements=elements,
+                read=read,
+                made=made,
+                written=written,
+                never_again=_NOT_AGAIN if collective else "",
+                collective_seconds=end.seconds_since(begin) if collective and not self._pager.device.asynchronous else 0.0,
+            )
+        )
+        return made
 
     def kept_stages(self) -> Collection[int]:
         return self.plan.kept_stages

@@ -33,19 +33,10 @@ _SPARE_BYTES = 64 << 20
 _SPARE_SHARE = 16  # plans leave the budget divided by this number unused, if that is more than _SPARE_BYTES
 
 
-def open_cuda(
-    options: Options,
-    budgets: ResolvedBudgets,
-    device: torch.device,
-    shared: Shared,
-    *,
-    spare_bytes: int = _SPARE_BYTES,
-    page_bytes: int = _PAGE_BYTES,
-) -> Machine:
+def open_cuda(options: Options, budgets: ResolvedBudgets, device: torch.device, shared: Shared) -> Machine:
     """Open the tiers that the options ask for. Raises UnsupportedError, StorageError, StorageFullError.
 
-    shared: is filled with what is measured here. spare_bytes: of the budget, that plans do not use. page_bytes: unit in which
-    PyTorch's allocator maps memory.
+    shared: is filled with what is measured here.
     """
     with ExitStack() as undo:
         streams = CudaStreams(device)
@@ -58,9 +49,13 @@ def open_cuda(
         tiers: list[OpenTier] = [storage] if storage is not None else []
         mover = _open_mover(streams, store, tiers, shared.ownership, undo, poison=options.debug)
         if store is not None and mover is not None:
-            tiers.insert(0, _host_tier(streams, store, mover, None if budget is None else budget - page_bytes))
+            tiers.insert(0, _host_tier(streams, store, mover, None if budget is None else budget - _PAGE_BYTES))
         if budget is not None:
-            _limit(streams, budget, page_bytes, spare_bytes)
+            # A hard limit for everything that runs in regions. The allocator maps memory for growing segments in whole pages. It
+            # does not count the rest of the last page beforehand, so the limit is one page lower.
+            streams.limit_bytes = max(budget - _PAGE_BYTES, 0)
+            streams.spare_bytes = _PAGE_BYTES + max(budget // _SPARE_SHARE, _SPARE_BYTES)
+            torch.cuda.empty_cache()  # cached memory counts towards the limit
         opened = Machine(
             name=torch.cuda.get_device_name(device),
             device=streams,
@@ -141,17 +136,6 @@ def _grow_segments(undo: ExitStack) -> None:
     change(",".join(filter(None, (before, *own))))
     undo.callback(change, before)
     undo.callback(change, ",".join(usual))  # called first; then the user's text is known again as it was
-
-
-def _limit(streams: CudaStreams, budget_bytes: int, page_bytes: int, spare_bytes: int) -> None:
-    """Make the budget a hard limit for everything that runs in regions.
-
-    The allocator maps memory for growing segments in whole pages. It does not count the rest of the last page beforehand, so
-    the limit is one page lower.
-    """
-    streams.limit_bytes = max(budget_bytes - page_bytes, 0)
-    streams.spare_bytes = page_bytes + max(budget_bytes // _SPARE_SHARE, spare_bytes)
-    torch.cuda.empty_cache()  # cached memory counts towards the limit
 
 
 def _open_slab(size_bytes: int, device: torch.device, undo: ExitStack) -> HostStore:

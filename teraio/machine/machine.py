@@ -116,7 +116,8 @@ class Machine:
     out or not; None on the CPU.
     trim: frees memory that is kept for reuse and exceeds what the budget leaves; for a time when no block is away.
     free_bytes: returns what the device has free, whatever the budget; 0 where nobody needs more than the budget at the end.
-    lift_limit: allows the device to hold more than the budget, for the end. undo: closes everything.
+    lift_limit: allows the device to hold more than the budget, for the end. described: takes the place of what is measured.
+    undo: closes everything.
     """
 
     name: str
@@ -132,6 +133,7 @@ class Machine:
     trim: Callable[[], None] = lambda: None
     free_bytes: Callable[[], int] = lambda: 0
     lift_limit: Callable[[], None] = lambda: None
+    described: planner.Hardware | None = None
     undo: ExitStack
 
     @property
@@ -170,6 +172,8 @@ class Machine:
 
     def hardware(self) -> planner.Hardware:
         """Return capacities and measured link rates, for the trace."""
+        if self.described is not None:
+            return self.described
         tiers = self.tiers
         storage = sum(each.tier.store.limit_bytes for each in tiers if each.tier.name == "storage")
         return planner.Hardware(

@@ -4,6 +4,5 @@ from teraio.optimizer.arithmetic import keep_masters, promise
 from teraio.optimizer.facts import USUAL_STATES, OptimizerFacts, bytes_of, optimizers_alive, owned_parameters
 from teraio.optimizer.final_gradients import Leaf, TensorView, has_hooks, leaves, pass_problem, view_of
 from teraio.optimizer.host import HostRates, host_threads
-from teraio.optimizer.process import ProcessSteps, graph_break_reasons
-from teraio.optimizer.steps import OptimizerSteps
+from teraio.optimizer.steps import OptimizerSteps, ProcessSteps, graph_break_reasons
 from teraio.optimizer.subgroups import SubgroupSizes

@@ -266,13 +266,6 @@ _TRIED_SHAPE = (8, 16)
 _TRIED_STEPS = 3
 
 
-class _PromiseHooks(OwnHooks):
-    """Keeps what was promised of an optimizer."""
-
-    def __init__(self, promise: Promise) -> None:
-        self.promise = promise
-
-
 def promise(optimizer: Optimizer, independent: Literal["parameters", "elements"]) -> None:
     """Take the user's word that the update treats each parameter, or each element of it, independently of all others.
 
@@ -296,7 +289,9 @@ def promise(optimizer: Optimizer, independent: Literal["parameters", "elements"]
                     "that it is updated as a whole"
                 ) from error
     kept = Promise(*(max(values) for values in zip(*promises, strict=True)))
-    optimizer.register_step_pre_hook(_PromiseHooks(kept).there)
+    hooks = OwnHooks()
+    hooks.promise = kept
+    optimizer.register_step_pre_hook(hooks.there)
 
 
 class _Broken(Exception):
@@ -472,7 +467,7 @@ class MasterHooks(OwnHooks):
 
     keeps_masters = True
 
-    def __init__(self, subgroup_bytes: int = SUBGROUP_BYTES) -> None:
+    def __init__(self, subgroup_bytes: int) -> None:
         self._subgroup_bytes = subgroup_bytes
         self._after = ExitStack()
 

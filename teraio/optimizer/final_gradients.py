@@ -128,12 +128,6 @@ def equal(first: Digest, second: Digest) -> bool:
     return first[0] == second[0] and all(map(torch.equal, first[1], second[1]))
 
 
-def last_use(run: WatchedRun, slot: int, parameter: Block) -> int:
-    """Return the last stage that makes or reads what is in `slot`, or reads the parameter's block."""
-    uses = [number for number, stage in enumerate(run.program.stages) if slot in (*stage.inputs, *stage.outputs)]
-    return max((*uses, run.last_read.get(parameter, -1)))
-
-
 # -- what autograd tells of the backward pass that runs now
 
 
@@ -293,27 +287,23 @@ class Watch:
 
         Waits while gradients are brought in for a comparison.
         """
-        found = [self.eligibility(owned.tensor) for owned in owned_parameters(optimizer)]
-        watched = any(each is not None and each.run is not None for each in found)
+        found = [(owned, self.eligibility(owned.tensor)) for owned in owned_parameters(optimizer)]
+        watched = any(each is not None and each.run is not None for _, each in found)
         with self._pager.region() if watched else contextlib.nullcontext():  # gradients are read
-            self._conclude_all(optimizer, reason)
+            for (number, group, parameter), each in found:
+                if each is None or each.optimizer() is None:
+                    known = UpdateEligibility(optimizer=weakref.ref(optimizer), group=group, number=number)
+                    self._eligibilities[parameter] = known
+                    continue
+                each.group, each.number = group, number
+                problem = "several optimizers have it" if each.optimizer() is not optimizer else reason
+                if not each.refused and problem is not None:
+                    self.refuse(parameter, problem)
+                elif not each.refused and not each.updated:
+                    self._conclude(optimizer, parameter, each)
+                each.forget_passes()
         if not any(each.passes for each in list(self._eligibilities.values())):
             self._last_reader.clear()
-
-    def _conclude_all(self, optimizer: Optimizer, reason: str | None) -> None:
-        for number, group, parameter in owned_parameters(optimizer):
-            eligibility = self.eligibility(parameter)
-            if eligibility is None or eligibility.optimizer() is None:
-                eligibility = UpdateEligibility(optimizer=weakref.ref(optimizer), group=group, number=number)
-                self._eligibilities[parameter] = eligibility
-                continue
-            eligibility.group, eligibility.number = group, number
-            problem = "several optimizers have it" if eligibility.optimizer() is not optimizer else reason
-            if not eligibility.refused and problem is not None:
-                self.refuse(parameter, problem)
-            elif not eligibility.refused and not eligibility.updated:
-                self._conclude(optimizer, parameter, eligibility)
-            eligibility.forget_passes()
 
     def _conclude(self, optimizer: Optimizer, parameter: Tensor, eligibility: UpdateEligibility) -> None:
         if parameter.grad is None and not eligibility.qualified:
@@ -353,5 +343,8 @@ class Watch:
             return "the backward graph returns a view of it"
         if self._last_reader.get(eligibility.block, 0) > run.number:
             return "another compiled graph reads it between its update and the step"
-        run.layout[eligibility.edge] = FinalGradient(slot=slots[0], after=last_use(run, slots[0], eligibility.block))
+        stages = enumerate(run.program.stages)
+        uses = [number for number, stage in stages if slots[0] in (*stage.inputs, *stage.outputs)]
+        after = max((*uses, run.last_read.get(eligibility.block, -1)))
+        run.layout[eligibility.edge] = FinalGradient(slot=slots[0], after=after)
         return None

@@ -101,9 +101,14 @@ class HostUpdate:
     def seconds(self) -> float | None:
         """Return how long the update took on the processor; None if its blocks did not get there, and nothing was updated.
 
-        Waits until it has ended, and raises what it raised.
+        Waits until it has ended, and raises what it raised. The time counts as waiting.
         """
-        seconds = self._result.result()
+        began = time.perf_counter()
+        try:
+            with annotate("wait", "for an update on the host"):
+                seconds = self._result.result()
+        finally:
+            self._pager.account.waited_seconds += time.perf_counter() - began
         if seconds is not None:
             self._counters.update([pair for member in self._members for pair in member.small])
         return seconds
@@ -164,15 +169,6 @@ class HostUpdates:
         members = [member for owned in parameters if (member := self._member(facts, owned)) is not None]
         update = HostUpdate(facts, members, self._pager, self._counters)
         return update if update.begin(self._thread) else None
-
-    def wait_for(self, update: HostUpdate) -> float | None:
-        """Return `update.seconds()`. For the training thread: the time counts as waiting."""
-        began = time.perf_counter()
-        try:
-            with annotate("wait", "for an update on the host"):
-                return update.seconds()
-        finally:
-            self._pager.account.waited_seconds += time.perf_counter() - began
 
     def close(self) -> None:
         """Wait until no update runs any more."""

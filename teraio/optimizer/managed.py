@@ -38,19 +38,23 @@ class ManagedOptimizer:
 
     by: all managed optimizers, this one among them. facts: what was last read from the optimizer; `renew` reads them again.
     subgroups: how its parameters are cut. chosen: whether the user gave it to `teraio.manage_optimizer`.
-    adoption_due: whether user code may have given it states that are no blocks yet.
+    adoption_due: whether user code may have given it states that are no blocks yet. small_bytes: of all tensors in its state that
+    are no blocks. had_blocks: whether a parameter of it was found to be a block once. Where everything fits, other memory that it
+    got since is none.
     """
 
     def __init__(self, optimizer: Optimizer, by: ManagedOptimizers) -> None:
         self.facts = OptimizerFacts.of(optimizer)
         self._by, self._pager = by, by.pager
-        self.states = OptimizerStates(optimizer, by)
         self.subgroups = Subgroups(by.pager, by.sizes, on_host=by.on_host)
         self.chosen = False
         self.adoption_due = False
-        self._had_blocks = False
+        self.had_blocks = False
         self._load_hook: RemovableHandle | None = None
         self._emptied: NarrowedGroups | None = None
+        # By number of the parameter, name of the state, and position among the tensors of that name.
+        self._blocks_of_states: dict[tuple[int, str, int], Block] = {}
+        self.small_bytes = 0
 
     def renew(self) -> OptimizerFacts:
         """Read the facts again: where a step or a backward pass begins, since user code may have changed settings and hooks."""
@@ -73,13 +77,8 @@ class ManagedOptimizer:
         """Whether a parameter of it is a block, or a shard of one that a graph takes."""
         own = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
         found = any(self._pager.known_block(parameter) is not None or parameter in self._by.sharded for parameter in own)
-        self._had_blocks |= found
+        self.had_blocks |= found
         return found
-
-    @property
-    def has_had_blocks(self) -> bool:
-        """Whether a parameter of it is or was a block. Where everything fits, other memory that it got since is none."""
-        return self.has_blocks or self._had_blocks
 
     # -- states that user code brings
 
@@ -94,7 +93,7 @@ class ManagedOptimizer:
         Waits while states are copied to memory that can leave.
         """
         self.adoption_due = False
-        self.states.adopt()
+        self._adopt_states()
         if self._load_hook is None:
             self._load_hook = self.optimizer.register_load_state_dict_post_hook(loaded)
 
@@ -102,6 +101,80 @@ class ManagedOptimizer:
         """Remove the hook on `load_state_dict`."""
         if self._load_hook is not None:
             self._load_hook.remove()
+
+    # -- its states
+
+    def state_blocks(self, owned: OwnedParameter, *, just_made: bool = False) -> list[Block]:
+        """Return the blocks of a parameter's large states. New states become blocks.
+
+        just_made: the states were made in the region that runs, and did not exist when it began. Waits while a state that was
+        made before teraio managed the optimizer is moved to memory that can leave.
+        """
+        found = []
+        for name, ordinal, tensor in _tensors(self.optimizer.state, owned.tensor):
+            if not moves(bytes_of(tensor)):
+                continue
+            self._pager.make_movable(tensor)
+            full_name = self.state_name(owned, name) + (f".{ordinal}" if ordinal else "")
+            block = self._pager.block_of(tensor, name=full_name, kind="optimizer_state", user_visible=not just_made)
+            key = owned.number, name, ordinal
+            before = self._blocks_of_states.get(key)
+            if before is not None and before is not block and before.dead:  # a plan goes on with the new one
+                self._by.recorder.replace(before, block)
+            self._blocks_of_states[key] = block
+            found.append(block)
+        self._pager.show_to_user(found)
+        return found
+
+    def state_name(self, owned: OwnedParameter, state: str) -> str:
+        """Return the name of the block of a parameter's state."""
+        own = self._pager.known_block(owned.tensor)
+        owner = own.name if own is not None and not own.name.startswith("optimizer/") else str(owned.number)
+        return f"optimizer/{owner}.{state}"
+
+    def made_states(self, parameters: Iterable[OwnedParameter], known: Sequence[Block]) -> list[Block]:
+        """Return the states of these parameters that are not in `known`, which an update has just made.
+
+        Counts the small states again.
+        """
+        found = [block for owned in parameters for block in self.state_blocks(owned, just_made=True)]
+        self.count_states()
+        return [block for block in dict.fromkeys(found) if block not in known]
+
+    def _adopt_states(self) -> None:
+        """Make blocks of all large states, and count the others."""
+        for owned in owned_parameters(self.optimizer):
+            state = self.optimizer.state.get(owned.tensor)
+            if self._pager.can_move and isinstance(state, dict):
+                for name in [name for name, value in state.items() if self._is_immovable(value)]:
+                    state[name] = self._copied(state[name])  # who owns the old one too, such as a loaded dictionary, keeps that
+            self.state_blocks(owned)
+        self.count_states()
+
+    def _copied(self, value: Tensor) -> Tensor:
+        runner = OperatorRunner(self._pager, value.device)
+        return runner.run(value.clone, name="a state of an optimizer", reads=(), writes=(), new_bytes=holder_of(value).nbytes)
+
+    def _is_immovable(self, value: Any) -> bool:
+        """Return whether a large state cannot leave, because somebody else may have its address."""
+        if not isinstance(value, Tensor) or value.layout is not torch.strided or self._pager.known_block(value) is not None:
+            return False
+        held = holder_of(value)
+        storage = held.untyped_storage()
+        whole = held.nbytes == storage.nbytes() and moves(held.nbytes)
+        return whole and not storage.resizable() and not storage.is_shared() and not self._pager.make_movable(value)
+
+    def count_states(self) -> None:
+        """Count the bytes of states that are no blocks."""
+        storages: dict[int, int] = {}
+        states = self.optimizer.state
+        for parameter in list(states):
+            for _, _, tensor in _tensors(states, parameter):
+                if self._pager.known_block(tensor) is None:
+                    storage = holder_of(tensor).untyped_storage()
+                    storages[storage._cdata] = storage.nbytes()
+        self.small_bytes = sum(storages.values())
+        self._by.count_small_states()
 
     # -- a step
 
@@ -134,7 +207,7 @@ class ManagedOptimizer:
             state_bytes=max((*state_bytes, fresh_master), default=0),
             parameter=self.block(parameter, f"optimizer/parameter.{number}", "parameter"),
             gradient=self.block(gradient, f"optimizer/gradient.{number}", "gradient") if own else None,
-            states=tuple(self.states.blocks(owned)),
+            states=tuple(self.state_blocks(owned)),
         )
 
     def block(self, tensor: Tensor, name: str, kind: str) -> Block:
@@ -185,110 +258,9 @@ class ManagedOptimizers:
             managed = self._managed[optimizer] = ManagedOptimizer(optimizer, self)
         return managed
 
-    def look_for_buckets(self) -> None:
-        """Count the buckets of gradients that there are by now."""
-        self.buckets.look()
-        self.count_small_states()
-
     def count_small_states(self) -> None:
         """Count what stays on the device: states of all optimizers that are no blocks, and buckets of gradients."""
-        self.pager.account.fixed_bytes = sum(managed.states.small_bytes for managed in self) + self.buckets.size_bytes
-
-
-class OptimizerStates:
-    """Knows which block is which state of one optimizer. Keeps neither a tensor nor the optimizer alive.
-
-    small_bytes: bytes of all tensors in the state that are no blocks.
-    """
-
-    def __init__(self, optimizer: Optimizer, by: ManagedOptimizers) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._by, self._pager = by, by.pager
-        # By number of the parameter, name of the state, and position among the tensors of that name.
-        self._blocks: dict[tuple[int, str, int], Block] = {}
-        self.small_bytes = 0
-
-    def blocks(self, owned: OwnedParameter, *, just_made: bool = False) -> list[Block]:
-        """Return the blocks of a parameter's large states. New states become blocks.
-
-        just_made: the states were made in the region that runs, and did not exist when it began. Waits while a state that was
-        made before teraio managed the optimizer is moved to memory that can leave.
-        """
-        found = []
-        for name, ordinal, tensor in _tensors(self._all_states(), owned.tensor):
-            if not moves(bytes_of(tensor)):
-                continue
-            self._pager.make_movable(tensor)
-            full_name = self.name(owned, name) + (f".{ordinal}" if ordinal else "")
-            block = self._pager.block_of(tensor, name=full_name, kind="optimizer_state", user_visible=not just_made)
-            key = owned.number, name, ordinal
-            before = self._blocks.get(key)
-            if before is not None and before is not block and before.dead:  # a plan goes on with the new one
-                self._by.recorder.replace(before, block)
-            self._blocks[key] = block
-            found.append(block)
-        self._pager.show_to_user(found)
-        return found
-
-    def name(self, owned: OwnedParameter, state: str) -> str:
-        """Return the name of the block of a parameter's state."""
-        own = self._pager.known_block(owned.tensor)
-        owner = own.name if own is not None and not own.name.startswith("optimizer/") else str(owned.number)
-        return f"optimizer/{owner}.{state}"
-
-    def made(self, parameters: Iterable[OwnedParameter], known: Sequence[Block]) -> list[Block]:
-        """Return the states of these parameters that are not in `known`, which an update has just made.
-
-        Counts the small states again.
-        """
-        found = [block for owned in parameters for block in self.blocks(owned, just_made=True)]
-        self.count()
-        return [block for block in dict.fromkeys(found) if block not in known]
-
-    def adopt(self) -> None:
-        """Make blocks of all large states, and count the others.
-
-        Waits while states are copied to memory that can leave.
-        """
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return
-        for owned in owned_parameters(optimizer):
-            state = optimizer.state.get(owned.tensor)
-            if self._pager.can_move and isinstance(state, dict):
-                for name in [name for name, value in state.items() if self._is_immovable(value)]:
-                    state[name] = self._copied(state[name])  # who owns the old one too, such as a loaded dictionary, keeps that
-            self.blocks(owned)
-        self.count()
-
-    def _copied(self, value: Tensor) -> Tensor:
-        runner = OperatorRunner(self._pager, value.device)
-        return runner.run(value.clone, name="a state of an optimizer", reads=(), writes=(), new_bytes=holder_of(value).nbytes)
-
-    def _is_immovable(self, value: Any) -> bool:
-        """Return whether a large state cannot leave, because somebody else may have its address."""
-        if not isinstance(value, Tensor) or value.layout is not torch.strided or self._pager.known_block(value) is not None:
-            return False
-        held = holder_of(value)
-        storage = held.untyped_storage()
-        whole = held.nbytes == storage.nbytes() and moves(held.nbytes)
-        return whole and not storage.resizable() and not storage.is_shared() and not self._pager.make_movable(value)
-
-    def count(self) -> None:
-        """Count the bytes of states that are no blocks."""
-        storages: dict[int, int] = {}
-        states = self._all_states()
-        for parameter in list(states):
-            for _, _, tensor in _tensors(states, parameter):
-                if self._pager.known_block(tensor) is None:
-                    storage = holder_of(tensor).untyped_storage()
-                    storages[storage._cdata] = storage.nbytes()
-        self.small_bytes = sum(storages.values())
-        self._by.count_small_states()
-
-    def _all_states(self) -> dict[Any, Any]:
-        optimizer = self._optimizer()
-        return {} if optimizer is None else optimizer.state
+        self.pager.account.fixed_bytes = sum(managed.small_bytes for managed in self) + self.buckets.size_bytes
 
 
 def _tensors(states: dict[Any, Any], parameter: Any) -> Iterator[tuple[str, int, Tensor]]:

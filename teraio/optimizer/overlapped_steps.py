@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from planner.errors import BudgetError, UnsupportedError
-from runtime.execution import InterleavedStages, Program, StageRun
+from runtime.execution import InterleavedStages, Program
 from runtime.paging import Block, Pager
-from runtime.system import annotate
 from teraio.distributed import rank_count
 from teraio.following import IterationObserver
 from teraio.optimizer.arithmetic import Replica, casting_bytes, lacks_master, lacks_states, update_replicas
@@ -41,13 +40,6 @@ from teraio.optimizer.final_gradients import (
 from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers
 
 _REMEDY = "leave out the option overlap_step, and restart from the last checkpoint"
-
-
-class _Chosen(NamedTuple):
-    leaf: Leaf
-    final: FinalGradient
-    eligibility: UpdateEligibility
-    managed: ManagedOptimizer
 
 
 class OverlappedSteps:
@@ -114,22 +106,23 @@ class OverlappedSteps:
             managed.renew()
         for each in chosen:
             if (problem := self._problem(each)) is not None:
-                self._watch.say(each.leaf.parameter, problem)
+                self._watch.say(each.parameter, problem)
                 return []
-        if chosen and (problem := self._problem_of_all(chosen)) is not None:
-            self._watch.say(chosen[0].leaf.parameter, problem)
+        reasons = [_in_words(each.managed, each.facts.whole_because) for each in chosen]
+        if chosen and (problem := next(filter(None, (pass_problem([each.leaf for each in chosen]), *reasons)), None)) is not None:
+            self._watch.say(chosen[0].parameter, problem)
             return []
-        return [self._member(each) for each in chosen]
+        return [each._replace(blocks=each.owned_blocks()) for each in chosen]
 
-    def _qualified(self, leaf: Leaf, final: FinalGradient) -> _Chosen | None:
+    def _qualified(self, leaf: Leaf, final: FinalGradient) -> Member | None:
         eligibility = self._watch.eligibility(leaf.parameter)
         optimizer = eligibility.optimizer() if eligibility is not None else None
         if eligibility is None or optimizer is None or not eligibility.qualified:
             return None
-        return _Chosen(leaf, final, eligibility, self._optimizers.of(optimizer))
+        return Member(leaf, final, eligibility, self._optimizers.of(optimizer))
 
-    def _problem(self, chosen: _Chosen) -> str | None:
-        parameter, facts = chosen.leaf.parameter, chosen.managed.facts
+    def _problem(self, chosen: Member) -> str | None:
+        parameter, facts = chosen.parameter, chosen.facts
         if rank_count() > 1 or self._optimizers.buckets.have(parameter):  # see [Note: Several ranks]
             return "its gradient is final only when the ranks have reduced it, after backward"
         if chosen.eligibility.forwards > 1:
@@ -137,22 +130,6 @@ class OverlappedSteps:
         if lacks_states(facts, parameter) or lacks_master(facts, parameter):
             return "the optimizer has to make its states first"
         return leaf_problem(parameter)
-
-    def _problem_of_all(self, chosen: Sequence[_Chosen]) -> str | None:
-        reasons = [_in_words(each.managed, each.managed.facts.whole_because) for each in chosen]
-        return next(filter(None, (pass_problem([c.leaf for c in chosen]), *reasons)), None)
-
-    def _member(self, chosen: _Chosen) -> Member:
-        parameter, eligibility = chosen.leaf.parameter, chosen.eligibility
-        owned = OwnedParameter(eligibility.number, eligibility.group, parameter)
-        return Member(
-            facts=chosen.managed.facts,
-            parameter=parameter,
-            eligibility=eligibility,
-            final=chosen.final,
-            block=chosen.managed.block(parameter, f"optimizer/parameter.{owned.number}", "parameter"),
-            states=tuple(chosen.managed.states.blocks(owned)),
-        )
 
     def _cut(self, program: Program, members: Sequence[Member]) -> tuple[UpdateStage, ...]:
         key = (
@@ -216,19 +193,28 @@ def _in_words(managed: ManagedOptimizer, whole_because: str | None) -> str | Non
 
 
 # Parameters, gradients and states of an update stage. Smaller updates wait for those of later stages.
-MIN_STAGE_BYTES = 4 << 20
+_MIN_STAGE_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """A parameter that is updated: by which optimizer, after which stage, and the blocks besides the gradient."""
+class Member(NamedTuple):
+    """A parameter that is updated: by which optimizer, and after which stage.
 
-    facts: OptimizerFacts
-    parameter: Tensor
-    eligibility: UpdateEligibility
+    blocks: its own and those of its states; none until it is certain that it is updated.
+    """
+
+    leaf: Leaf
     final: FinalGradient
-    block: Block
-    states: tuple[Block, ...]
+    eligibility: UpdateEligibility
+    managed: ManagedOptimizer
+    blocks: tuple[Block, ...] = ()
+
+    @property
+    def parameter(self) -> Tensor:
+        return self.leaf.parameter
+
+    @property
+    def facts(self) -> OptimizerFacts:
+        return self.managed.facts
 
     @property
     def size_bytes(self) -> int:
@@ -241,6 +227,12 @@ class Member:
         state = self.facts.optimizer.state.get(self.parameter, {})
         return Replica(group=self.eligibility.group, parameter=self.parameter, state=state)
 
+    def owned_blocks(self) -> tuple[Block, ...]:
+        """Return the blocks. What is none becomes one."""
+        owned = OwnedParameter(self.eligibility.number, self.eligibility.group, self.parameter)
+        own = self.managed.block(self.parameter, f"optimizer/parameter.{owned.number}", "parameter")
+        return own, *self.managed.state_blocks(owned)
+
 
 @dataclass(frozen=True, slots=True)
 class UpdateStage:
@@ -250,11 +242,10 @@ class UpdateStage:
     members: tuple[int, ...]
 
 
-def cut_updates(members: Sequence[Member], largest_bytes: int, *, min_bytes: int = MIN_STAGE_BYTES) -> tuple[UpdateStage, ...]:
+def cut_updates(members: Sequence[Member], largest_bytes: int) -> tuple[UpdateStage, ...]:
     """Return update stages of one optimizer each, in the order in which gradients become final.
 
     largest_bytes: of a stage; a larger one has one large parameter, and small ones before it. 0: one parameter each.
-    min_bytes: of a stage, where waiting for gradients of later stages can make it so large.
     """
     stages: list[UpdateStage] = []
     for facts in dict.fromkeys(member.facts for member in members):
@@ -263,7 +254,7 @@ def cut_updates(members: Sequence[Member], largest_bytes: int, *, min_bytes: int
         size = after = 0
         for number in sorted(own, key=lambda number: members[number].final.after):
             member = members[number]
-            later = member.final.after > after and size >= min_bytes
+            later = member.final.after > after and size >= _MIN_STAGE_BYTES
             full = size + member.size_bytes > largest_bytes and 2 * size >= largest_bytes
             if gathered and (later or full):
                 stages.append(UpdateStage(after, tuple(gathered)))
@@ -306,42 +297,35 @@ class _GraphUpdates:
             self._watch.run_ended(self._run, results)
 
     def _update(self, name: str, members: Sequence[Member], slots: list[Any]) -> None:
-        pager, recorder, facts = self._by.pager, self._by.recorder, members[0].facts
-        gradients = [pager.known_block(slots[member.final.slot]) for member in members]
-        changed = tuple(dict.fromkeys(block for member in members for block in (member.block, *member.states)))
-        read = tuple(dict.fromkeys((*changed, *(block for block in gradients if block is not None))))
+        pager, facts = self._by.pager, members[0].facts
+        known = [pager.known_block(slots[member.final.slot]) for member in members]
+        # Now, since memory may run out below: what lets go of the gradients must not need any.
+        gradients, again = [block for block in known if block is not None], iter(members)
+        changed = tuple(dict.fromkeys(block for member in members for block in member.blocks))
         masters = [facts.master_bytes(m.parameter) for m in members]
         sizes = [(m.parameter.device.type, own or bytes_of(m.parameter)) for m, own in zip(members, masters, strict=True)]
-        workspace_bytes = facts.temporary_bytes(sizes) + casting_bytes(masters)
-        # Now, since memory may run out below: what lets go of the gradients must not need any.
-        used_up, again = [block for block in gradients if block is not None], iter(members)
+
+        def update() -> Sequence[Block]:
+            try:
+                for member in members:
+                    member.eligibility.updated = True  # also if the update fails half-way
+                    member.parameter.grad = slots[member.final.slot]
+                update_replicas(facts, [member.itself for member in members])
+            finally:
+                for member in again:
+                    member.parameter.grad = slots[member.final.slot] = None
+            return ()
+
         try:
-            pager.acquire(read, workspace_bytes, name, then_fetch=recorder.stage_reached())
+            self._by.recorder.run_stage(
+                name,
+                update,
+                phase="optimizer",
+                read=tuple(dict.fromkeys((*changed, *gradients))),
+                written=changed,
+                freed=gradients,
+                workspace_bytes=facts.temporary_bytes(sizes) + casting_bytes(masters),
+                elements=sum(member.parameter.numel() for member in members),
+            )
         except BudgetError as error:
             self._by.no_room(members, error)
-            return
-        try:
-            begin = recorder.mark()
-            for member in members:
-                member.eligibility.updated = True  # also if the update fails half-way
-                member.parameter.grad = slots[member.final.slot]
-            with annotate("update", name):
-                update_replicas(facts, [member.itself for member in members])
-            end = recorder.mark()
-        finally:
-            for member in again:
-                member.parameter.grad = slots[member.final.slot] = None
-            pager.retire(read, changed, last_used=used_up)
-        recorder.stage_ended(
-            StageRun(
-                name=name,
-                phase="optimizer",
-                begin=begin,
-                end=end,
-                workspace_bytes=workspace_bytes,
-                elements=sum(member.parameter.numel() for member in members),
-                read=read,
-                made=(),
-                written=changed,
-            )
-        )

@@ -5,18 +5,26 @@ the undecorated `step` with `param_groups` narrowed to the subgroup (`teraio.opt
 empty for the original call, so that schedulers, states and hooks see one ordinary step. The post-hook gives the groups back.
 An optimizer that cannot be cut runs as a whole: all blocks that it touches are brought in first.
 If the step has a closure, all of this waits until the optimizer has called it: the pre-hook puts another closure in its place.
+
+[Note: What no graph has]
+torch.compile leaves out what it cannot compile, and says nothing: all of a model with an LSTM, a module of torch.nn whose own
+`compile` was called, the loop that a graph break is in. The backend is not even called then. The second step of an optimizer is
+the first moment at which it shows: its parameters are in no graph. The log tells that once.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -29,7 +37,7 @@ from runtime.system import annotate, forget_undo, undo_if_interrupted, uninterru
 from teraio.distributed import ShardedParameters, UpdateBroadcasts, optimizer_inside, refuse_overlapping
 from teraio.following import IterationObserver
 from teraio.optimizer.arithmetic import refuse_with_masters
-from teraio.optimizer.facts import OwnHooks, StepArguments, after_closure, closure_of, owned_parameters
+from teraio.optimizer.facts import OptimizerFacts, OwnHooks, StepArguments, after_closure, closure_of, moves, owned_parameters
 from teraio.optimizer.host import HostRates
 from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers
 from teraio.optimizer.overlapped_steps import OverlappedSteps
@@ -123,7 +131,8 @@ class OptimizerSteps(OwnHooks):
         """Count the buckets of gradients against the budget, if there may be some that are not counted yet."""
         if self.buckets_due:
             self.buckets_due = False
-            self._optimizers.look_for_buckets()
+            self._optimizers.buckets.look()
+            self._optimizers.count_small_states()
 
     def _loaded(self, optimizer: Optimizer) -> None:
         with uninterrupted():  # at once, not when the next step finds them
@@ -153,31 +162,28 @@ class OptimizerSteps(OwnHooks):
     def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a step by subgroups, or bring in what it touches. Its gradients are there: a closure has been called."""
         with uninterrupted():
-            self._begin(optimizer, args, kwargs)
-
-    def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        managed = self._optimizers.of(optimizer)
-        facts = managed.renew()
-        self.between_regions()
-        active = self._active()
-        included = self._automatic or managed.chosen
-        reason = facts.reason_to_stay_whole(args, kwargs)
-        done = self.overlap.step_begins(managed, reason, included=included) if self.overlap is not None else frozenset()
-        if not included or not active or not managed.has_blocks:
-            return
-        if reason is not None:
-            if facts.keeps_masters:
-                refuse_with_masters(facts, reason)
-            self._say(f"{facts.name} is updated as a whole: {reason}")
-            if closure_of(args, kwargs) is not None and not facts.closure_first:  # its passes need the memory
+            managed = self._optimizers.of(optimizer)
+            facts = managed.renew()
+            self.between_regions()
+            active = self._active()
+            included = self._automatic or managed.chosen
+            reason = facts.reason_to_stay_whole(args, kwargs)
+            done = self.overlap.step_begins(managed, reason, included=included) if self.overlap is not None else frozenset()
+            if not included or not active or not managed.has_blocks:
                 return
-        if not managed.adopted:
-            managed.adopt(self._loaded)
-        if reason is None:
-            undo_if_interrupted(managed.step_ended)  # also if PyTorch's own call, or the way to it, is interrupted
-            self._subgroups.run(managed, done=done)
-        else:
-            self._whole.begin(managed, reason)
+            if reason is not None:
+                if facts.keeps_masters:
+                    refuse_with_masters(facts, reason)
+                self._say(f"{facts.name} is updated as a whole: {reason}")
+                if closure_of(args, kwargs) is not None and not facts.closure_first:  # its passes need the memory
+                    return
+            if not managed.adopted:
+                managed.adopt(self._loaded)
+            if reason is None:
+                undo_if_interrupted(managed.step_ended)  # also if PyTorch's own call, or the way to it, is interrupted
+                self._subgroups.run(managed, done=done)
+            else:
+                self._whole.begin(managed, reason)
 
     def _say(self, message: str) -> None:
         if message not in self._said:
@@ -188,18 +194,16 @@ class OptimizerSteps(OwnHooks):
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if optimizer_inside(optimizer) is not None:
             return
+        managed = self._optimizers.of(optimizer)
         with uninterrupted():
-            self._end(self._optimizers.of(optimizer))
-
-    def _end(self, managed: ManagedOptimizer) -> None:
-        cut = managed.step_ended()
-        forget_undo(managed.step_ended)
-        whole = self._whole.end(managed)
-        if managed.has_had_blocks:
-            if not (cut or whole) and (self._automatic or managed.chosen) and self._active() and self._reads_where_it_waits:
-                managed.adopt(self._loaded)  # the states that the step may have made
-            managed.states.count()
-            self._step_done(managed.optimizer)
+            cut = managed.step_ended()
+            forget_undo(managed.step_ended)
+            whole = self._whole.end(managed)
+            if managed.has_blocks or managed.had_blocks:
+                if not (cut or whole) and (self._automatic or managed.chosen) and self._active() and self._reads_where_it_waits:
+                    managed.adopt(self._loaded)  # the states that the step may have made
+                managed.count_states()
+                self._step_done(optimizer)
 
 
 _WHOLE = "optimizer/whole"
@@ -235,9 +239,12 @@ class _WholeSteps:
         step = managed.pending_step()
         subgroup = managed.subgroups.one(step, range(len(step.updates)))
         needed, _ = managed.subgroups.smallest_budget([subgroup])
-        what = f"optimizer/{managed.facts.name}, which is updated as a whole because {reason},"
+        budget = self._pager.account.budget_bytes
         with self._pager.region():
-            if not self._fits(needed, what):
+            if budget is not None and needed > budget:
+                if self._pager.device.asynchronous:
+                    what = f"optimizer/{managed.facts.name}, which is updated as a whole because {reason},"
+                    raise BudgetError(smallest_bytes=needed, budget_bytes=budget, stage=what)
                 return
             self._recorder.region_begins(managed.identity, 1)
             fetch = self._recorder.stage_reached()
@@ -245,14 +252,6 @@ class _WholeSteps:
         annotation, begin = annotate("update", _WHOLE), self._recorder.mark()
         self._running = _RunningStep(managed=managed, subgroup=subgroup, begin=begin, annotation=annotation)
         annotation.__enter__()
-
-    def _fits(self, needed: int, what: str) -> bool:
-        budget = self._pager.account.budget_bytes
-        if budget is None or needed <= budget:
-            return True
-        if self._pager.device.asynchronous:
-            raise BudgetError(smallest_bytes=needed, budget_bytes=budget, stage=what)
-        return False
 
     def end(self, managed: ManagedOptimizer) -> bool:
         """Record the step that is done, and let go of its blocks. Return whether it was that of `managed`.
@@ -268,7 +267,7 @@ class _WholeSteps:
         with self._pager.device.region():
             try:
                 parameters = owned_parameters(managed.optimizer)
-                made = managed.states.made([parameters[number] for number in subgroup.numbers], subgroup.read)
+                made = managed.made_states([parameters[number] for number in subgroup.numbers], subgroup.read)
             finally:
                 self._pager.retire(subgroup.read, subgroup.read, last_used=subgroup.states)
             self._recorder.stage_ended(
@@ -314,3 +313,103 @@ class _OwnerHooks(OwnHooks):
         """Remove the marks."""
         for handle in self._handles.values():
             handle.remove()
+
+
+# -- the steps of the whole process, before there is a training run and beside all runs
+
+_REASONS = 3  # reasons of graph breaks that a message names
+
+
+class Run(Protocol):
+    """What a training run does with steps, see `TrainingRun`."""
+
+    @property
+    def is_limited(self) -> bool: ...
+    def has_in_graph(self, parameter: Tensor) -> bool: ...
+    def step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+
+
+class ProcessSteps(OwnHooks):
+    """Hooks all optimizer steps of the process. runs: returns the training runs that there are now.
+
+    in_main_memory: returns what stands for a tensor that is away from a GPU, for whoever saves the state of an optimizer.
+    """
+
+    def __init__(
+        self, runs: Callable[[], Sequence[Run]], *, in_main_memory: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    ) -> None:
+        self._runs = runs
+        self._in_main_memory = in_main_memory
+        self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._had_runs = False
+        self._handle = register_optimizer_step_pre_hook(self._before)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._handle.remove()
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
+        before = self._runs()
+        self._had_runs = self._had_runs or bool(before)
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if self._steps[optimizer] == 1:
+            optimizer.register_state_dict_post_hook(self._saved)
+        if self._steps[optimizer] == 2:
+            self._look_for_parameters(optimizer, before)
+        if closure_of(args, kwargs) is None or not OptimizerFacts.of(optimizer).closure_first:
+            return None
+
+        # The model may be compiled in the step's closure: a run that is made there has no hook on this step yet.
+        def tell_new_runs() -> None:
+            for run in self._runs():
+                if run not in before:
+                    run.step_begins(optimizer, args, kwargs)
+
+        return after_closure(args, kwargs, tell_new_runs)
+
+    def _saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Return what `state_dict` is to return in place of the optimizer's own dictionaries; None: just these."""
+        found, replaced = dict(state_dict["state"]), False
+        for key, state in found.items():
+            if isinstance(state, dict):
+                found[key] = shown = {n: self._in_main_memory(v) if type(v) is Tensor else v for n, v in state.items()}
+                replaced |= any(shown[name] is not value for name, value in state.items())
+        return {**state_dict, "state": found} if replaced else None
+
+    def _look_for_parameters(self, optimizer: Optimizer, runs: Sequence[Run]) -> None:
+        """See [Note: What no graph has]."""
+        found = [owned.tensor for owned in owned_parameters(optimizer) if type(owned.tensor) in (Tensor, Parameter)]
+        trained = [parameter for parameter in found if parameter.requires_grad and parameter.device.type != "meta"]
+        total = sum(parameter.nbytes for parameter in trained)
+        if not moves(total):
+            return
+        name = type(optimizer).__name__
+        if not runs and not self._had_runs and "teraio.backend" in sys.modules:  # torch.compile has called it
+            self._had_runs = True  # say it once
+            logger.warning(
+                "%s steps, but torch.compile has not given teraio any graph: this training is not managed%s. Set "
+                "TORCH_LOGS=graph_breaks to see what was not compiled. Compile a module of a class of your own; the "
+                "compile() method of a module of torch.nn compiles nothing",
+                name,
+                graph_break_reasons(),
+            )
+        outside = [parameter for parameter in trained if not any(run.has_in_graph(parameter) for run in runs)]
+        outside_bytes = sum(parameter.nbytes for parameter in outside)
+        if any(run.is_limited for run in runs) and 2 * outside_bytes > total:
+            logger.warning(
+                "%s updates %s bytes of parameters, and %s of them are in no graph that teraio has compiled: they do not move, "
+                "nor does what is computed from them%s. Set TORCH_LOGS=graph_breaks to see what was not compiled",
+                name,
+                f"{total:,}",
+                f"{outside_bytes:,}",
+                graph_break_reasons(),
+            )
+
+
+def graph_break_reasons() -> str:
+    """Return why Dynamo did not compile code, in brackets; "" if it has not said so."""
+    counted = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    texts = [*counted.get("graph_break", ()), *counted.get("unimplemented", ())]
+    reasons = list(dict.fromkeys(text.splitlines()[0] for text in texts if text))[:_REASONS]
+    return f" (graph breaks: {'; '.join(reasons)})" if reasons else ""

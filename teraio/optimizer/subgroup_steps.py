@@ -59,18 +59,15 @@ class SubgroupSteps:
         with self.pager.region():
             try:
                 subgroups = [each for each in managed.subgroups.of(step) if not done or not done.issuperset(each.numbers)]
-                self._ensure_room_for_states(subgroups)
+                made_bytes = sum(subgroup.made_bytes for subgroup in subgroups)
+                if self.ensure_room is not None and made_bytes:
+                    there = {block for subgroup in subgroups for block in subgroup.states}
+                    self.ensure_room(sum(block.size_bytes for block in there) + made_bytes)
                 self.recorder.region_begins(managed.identity, len(subgroups))
                 _SubgroupStep(self, managed, step, groups, subgroups).run()
             finally:
                 self.recorder.region_ended()
         managed.leave_nothing(groups)
-
-    def _ensure_room_for_states(self, subgroups: Sequence[ParameterSubgroup]) -> None:
-        made_bytes = sum(subgroup.made_bytes for subgroup in subgroups)
-        if self.ensure_room is not None and made_bytes:
-            there = {block for subgroup in subgroups for block in subgroup.states}
-            self.ensure_room(sum(block.size_bytes for block in there) + made_bytes)
 
 
 @dataclass(slots=True)
@@ -100,7 +97,7 @@ class _SubgroupStep:
                 on_host = begun[number].members if number in begun else frozenset()
                 self._run_stage(number, self._without(subgroup, on_host))
             for number, update in begun.items():
-                seconds = host.wait_for(update)
+                seconds = update.seconds()
                 if seconds is not None:
                     recorder.recorder.updated_on_host(number, seconds)
                 else:
@@ -154,8 +151,8 @@ class _SubgroupStep:
             yield None
             return
         owned = self.step.parameters[subgroup.numbers[0]]
-        states, facts = self.managed.states, self.step.facts
-        with lent_slices(self.by.pager, facts, owned, subgroup.slicing, stage, lambda name: states.name(owned, name)) as update:
+        facts, name_of = self.step.facts, self.managed.state_name
+        with lent_slices(self.by.pager, facts, owned, subgroup.slicing, stage, lambda name: name_of(owned, name)) as update:
             yield update
 
     def _update(
@@ -194,7 +191,7 @@ class _SubgroupStep:
                 self.groups.restore()
                 # Before the pager takes back what was reserved for new states.
                 if subgroup.fresh_bytes:
-                    made = self.managed.states.made([self.step.parameters[number] for number in subgroup.numbers], read)
+                    made = self.managed.made_states([self.step.parameters[number] for number in subgroup.numbers], read)
                 if gradients is not None:
                     unchanged = gradients.unchanged(pager.known_block)
         finally:

@@ -74,22 +74,18 @@ class SubgroupSizes:
         if room_bytes is None:
             return UNMEASURED_BYTES
         hardware = self._hardware() if self._hardware is not None else None
-        tier = _tier(hardware, total_bytes) if hardware is not None else None
         stations: tuple[Station, ...] = ()
-        if hardware is not None and tier is not None:
-            stations = stations_of_step(hardware, tier, update_seconds=UPDATE_SECONDS)
+        if hardware is not None:
+            # Most states wait in the host tier if there is room for all of them, and there is one.
+            tiers: list[WaitingTier] = ["host", "storage"] if hardware.host_memory_bytes >= total_bytes else ["storage", "host"]
+            if found := [tier for tier in tiers if hardware.link(tier, "device") is not None]:
+                stations = stations_of_step(hardware, found[0], update_seconds=UPDATE_SECONDS)
         best = subgroup_bytes(
             stations, total_bytes=total_bytes, smallest_bytes=self._min_bytes, largest_bytes=self._max_bytes(room_bytes)
         )
         basis = "chosen from measured rates" if stations else "a default, as no rate was measured"
         logger.info("optimizers are updated in subgroups of about %s bytes (%s)", f"{best:,}", basis)
         return best
-
-
-def _tier(hardware: Hardware, total_bytes: int) -> WaitingTier | None:
-    """Return the tier where most states wait: the host tier if there is room for all of them; None if states cannot leave."""
-    tiers: list[WaitingTier] = ["host", "storage"] if hardware.host_memory_bytes >= total_bytes else ["storage", "host"]
-    return next((tier for tier in tiers if hardware.link(tier, "device") is not None), None)
 
 
 _COUNTERS_BYTES = 16  # bytes reserved for a parameter's step counter and similar scalars

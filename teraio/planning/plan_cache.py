@@ -1,4 +1,6 @@
-"""Plans of earlier starts, in a folder: a second start of the same training finds its plan there and solves nothing.
+"""Plans in files: those of earlier starts, in a folder, and those that the user gives or asks for.
+
+A second start of the same training finds its plan in that folder and solves nothing.
 
 [Note: Warm starts]
 A plan is kept with its trace in a file of its own. The file's name is a key: a hash of the graph that begins the iteration (its
@@ -29,7 +31,7 @@ from typing import Literal
 import torch
 
 import planner
-from planner.errors import FileFormatError, PlanError, TeraioError
+from planner.errors import FileFormatError, InfeasiblePlanError, PlanError, TeraioError
 from planner.schema import FrozenModel, read_model, write_atomic
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Program, Stage
@@ -121,7 +123,8 @@ class PlanCache:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_atomic(self._path(key), json.dumps(kept.model_dump(mode="json", by_alias=True)) + "\n")
-            self._remove_oldest()
+            for oldest in sorted(self._folder.glob("*.json.gz"), key=lambda path: path.stat().st_mtime)[:-_MOST_FILES]:
+                oldest.unlink(missing_ok=True)
         except OSError as error:
             self._writes = False
             logger.warning("the plan could not be kept in %s: %s; the next start has to make it again", self._folder, error)
@@ -134,11 +137,6 @@ class PlanCache:
 
     def _path(self, key: str) -> Path:
         return self._folder / f"{key[:32]}.json.gz"
-
-    def _remove_oldest(self) -> None:
-        files = sorted(self._folder.glob("*.json.gz"), key=lambda path: path.stat().st_mtime)
-        for path in files[:-_MOST_FILES]:
-            path.unlink(missing_ok=True)
 
 
 def refit(kept: KeptPlan, hardware: planner.Hardware, budgets: planner.Budgets) -> planner.Plan | str:
@@ -280,3 +278,41 @@ def recognise(trace: planner.Trace, iteration: Iteration, *, fixed_bytes: int) -
             return None
         ids[block] = same.pop(0)
     return None if any(wanted.values()) else Profile(trace=trace, iteration=iteration, ids=ids)
+
+
+# -- files that the user gives or asks for
+
+
+def fit_given_plan(plan: planner.Plan, trace: planner.Trace, budgets: planner.Budgets, path: Path | None) -> planner.Plan:
+    """Return the plan as a plan for `trace` and `budgets`. path: where it was read from, for the message.
+
+    Raises PlanError if the plan cannot be carried out on this trace within these budgets.
+    """
+    plan = plan.model_copy(update={"trace_fingerprint": trace.fingerprint, "budgets": budgets})
+    if len(trace.recompute) <= max((each.group for each in plan.recompute), default=-1):
+        reasons = sorted({each.reason for each in trace.not_recomputed})
+        raise PlanError(
+            f"{path}: this plan recomputes stages that cannot run again in this run: {'; '.join(reasons) or 'it has others'}; "
+            "make a new one from a trace of this run (option trace_out), or leave out the option plan"
+        )
+    try:
+        planner.simulate(trace, plan)
+    except InfeasiblePlanError as error:
+        raise PlanError(
+            f"{path}: this plan was made for another program, shape or budget: {error}; make a new one from a "
+            "trace of this run (option trace_out), or leave out the option plan"
+        ) from error
+    return plan
+
+
+def save(file: planner.Trace | planner.Plan, path: Path | None) -> Path | None:
+    """Write the file if a path is given. Return the path, or None if nothing was written; a warning then says why."""
+    if path is None:
+        return None
+    try:
+        file.save(path)
+    except OSError as error:
+        what = "trace" if isinstance(file, planner.Trace) else "plan"
+        logger.warning("the %s could not be written to %s: %s; training goes on without", what, path, error)
+        return None
+    return path

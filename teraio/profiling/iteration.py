@@ -221,15 +221,6 @@ class Iteration:
         return self.regions[-1].first + len(self.regions[-1].stages) if self.regions else 0
 
     @property
-    def collective_seconds(self) -> dict[str, float]:
-        """Seconds in collectives by the name of the stage, of the stages that have some."""
-        seconds: dict[str, float] = {}
-        for stage in self.stages:
-            if stage.collective_seconds:
-                seconds[stage.name] = seconds.get(stage.name, 0.0) + stage.collective_seconds
-        return seconds
-
-    @property
     def stages(self) -> list[StageRecord]:
         """All stages, by position."""
         return [stage for region in self.regions for stage in region.stages]

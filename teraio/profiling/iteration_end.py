@@ -89,7 +89,9 @@ class IterationBorder:
 
     def _no_longer_used(self, first: Optimizer, other: Optimizer) -> bool:
         """Two that alternate over the same parameters are both in use. One that steps twice in a row has replaced the other."""
-        return self._others.get(other, 0) >= (1 if _share_parameters(first, other) else self._PATIENCE + 1)
+        own = {id(parameter) for group in first.param_groups for parameter in group["params"]}
+        shared = any(id(parameter) in own for group in other.param_groups for parameter in group["params"])
+        return self._others.get(other, 0) >= (1 if shared else self._PATIENCE + 1)
 
     # -- passes
 
@@ -122,11 +124,6 @@ class IterationBorder:
         self._passes += 1
         self._passes_without_gradients += not inference and not gradients_left()
         return self._knows_passes and self._period_ends()
-
-
-def _share_parameters(one: Optimizer, other: Optimizer) -> bool:
-    own = {id(parameter) for group in one.param_groups for parameter in group["params"]}
-    return any(id(parameter) in own for group in other.param_groups for parameter in group["params"])
 
 
 class Repetition:

@@ -146,18 +146,8 @@ class IterationRecorder:
     def stage_ended(self, run: StageRun, late: LateBlocks) -> None:
         """Record a stage. late: see `StageRecord`."""
         record = StageRecord(
-            name=run.name,
-            phase=run.phase,
-            workspace_bytes=run.workspace_bytes,
-            elements=run.elements,
-            host_seconds=run.host_seconds,
-            collective_seconds=run.collective_seconds,
-            read=tuple(run.read),
-            made=tuple(run.made),
-            written=tuple(run.written),
-            never_again=run.never_again,
+            **{name: value for name, value in run._asdict().items() if name not in ("begin", "end", "next_uses")},
             late=late,
-            code=run.code,
             retried=self._has_retried(),
         )
         self._measure(record, run.begin, run.end)

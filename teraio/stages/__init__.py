@@ -5,6 +5,5 @@ from teraio.stages.compile import StageCompiler
 from teraio.stages.cost import Speed, SpeedOf, gpu_speed, reduces_products, speed_of
 from teraio.stages.cut import CutPolicy
 from teraio.stages.kernels import Kernel, kernels_of, operator_kernel
-from teraio.stages.operators import base_name
-from teraio.stages.sizes import sizes_are_promised
+from teraio.stages.operators import base_name, sizes_are_promised
 from teraio.stages.split import workspace_bytes

@@ -16,23 +16,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from planner.schema import Tiled, Trace
 from runtime.execution import Kind, Phase, Program, StageFunction
+from teraio.stages import operators as ops
 from teraio.stages.codegen import Codegen, eager_codegen, inductor_codegen
 from teraio.stages.cost import SpeedOf, seconds, speed_of
 from teraio.stages.cut import GPU_POLICY, CutPolicy, assign, can_cut
 from teraio.stages.layout import CompiledStage, lay_out, name_of, results_of, user_results
-from teraio.stages.operators import (
-    FUNCTIONAL_COLLECTIVES,
-    SAVES_STATE,
-    carries_random_state,
-    fake_tensors,
-    has_storage,
-    is_getitem,
-    is_launch,
-    is_symbolic,
-    is_wait,
-    unwrapped,
-)
-from teraio.stages.sizes import compute_sizes
 from teraio.stages.split import Subgraph, is_repeatable, path_of_modules, reasons_against, split
 from teraio.stages.tiles import marking, settle, tile
 
@@ -163,7 +151,7 @@ class StageCompiler:
 
     def _function(self, subgraph: Subgraph, options: dict[str, Any]) -> StageFunction:
         key = subgraph.key
-        if is_symbolic(subgraph.module.graph.nodes):
+        if ops.is_symbolic(subgraph.module.graph.nodes):
             key += f" {self._graphs}"  # guards on symbolic sizes hold for one graph only
         if key not in self._compiled:
             fake = [node.meta["val"] for node in subgraph.inputs]
@@ -174,11 +162,8 @@ class StageCompiler:
 
 
 def _device(graph: Graph) -> torch.device:
-    for node in graph.nodes:
-        for tensor in fake_tensors(node.meta.get("val")):
-            if tensor.device.type != "cpu":
-                return tensor.device
-    return torch.device("cpu")
+    tensors = (tensor for node in graph.nodes for tensor in ops.fake_tensors(node.meta.get("val")))
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 
 
 def _written_later(placeholders: list[Node]) -> list[Node]:
@@ -197,7 +182,7 @@ def _report_strides(gm: GraphModule) -> None:
         return
     for result in cast(Sequence[Any], gm.graph.output_node().args[0]):
         value = result.meta.get("val") if isinstance(result, Node) else None
-        strides = value.stride() if has_storage(value) else None
+        strides = value.stride() if ops.has_storage(value) else None
         if strides is not None and not context.fakify_first_call:
             strides = _hints(strides)
         context.output_strides.append(cast(Any, strides))
@@ -215,7 +200,7 @@ def _hints(strides: Sequence[int | torch.SymInt]) -> tuple[int, ...] | None:
 def prepare(graph: Graph) -> None:
     """Make a graph ready to be cut. Changes `graph`; what it computes stays the same."""
     describe(graph)
-    compute_sizes(graph)
+    ops.compute_sizes(graph)
     wait_for_all(graph)
 
 
@@ -227,14 +212,14 @@ def describe(graph: Graph) -> None:
     for node in graph.nodes:
         if node.op == "placeholder" and node.name.startswith("rng_state_output"):
             node.meta["val"] = _of_fixed_size(node.meta["val"])
-        if not carries_random_state(node):
+        if not ops.carries_random_state(node):
             continue
-        states = [user for user in node.users if node.target is SAVES_STATE and user.args[1] == 0]
+        states = [user for user in node.users if node.target is ops.SAVES_STATE and user.args[1] == 0]
         for state in states:
             state.meta["val"] = _of_fixed_size(state.meta["val"])
         if node.meta.get("val") is None:
             result = _run(node)
-            node.meta["val"] = (states[0].meta["val"] if states else None, result) if node.target is SAVES_STATE else result
+            node.meta["val"] = (states[0].meta["val"] if states else None, result) if node.target is ops.SAVES_STATE else result
         for near in (*node.users, *node.all_input_nodes):
             for key in ("nn_module_stack", "fwd_nn_module_stack"):
                 if key in near.meta:
@@ -252,7 +237,7 @@ def _of_fixed_size(state: torch.Tensor) -> torch.Tensor:
 
 def _run(node: Node) -> Any:
     """Return the fake result of the operator inside `node`."""
-    operator, args, kwargs = torch.fx.node.map_arg(unwrapped(node), lambda source: source.meta.get("val"))
+    operator, args, kwargs = torch.fx.node.map_arg(ops.unwrapped(node), lambda source: source.meta.get("val"))
     mode = detect_fake_mode((args, kwargs))
     with mode if mode is not None else torch.no_grad():
         return operator(*args, **kwargs)
@@ -261,11 +246,11 @@ def _run(node: Node) -> Any:
 def wait_for_all(graph: Graph) -> None:
     """Have each collective of the graph waited for that is not. To wait twice does no harm. Changes `graph`."""
     for node in list(graph.nodes):
-        if not (is_launch(node) and node.target.namespace in FUNCTIONAL_COLLECTIVES):
+        if not (ops.is_launch(node) and node.target.namespace in ops.FUNCTIONAL_COLLECTIVES):
             continue
-        results = [user for user in node.users if is_getitem(user)] or [node]
+        results = [user for user in node.users if ops.is_getitem(user)] or [node]
         for result in results:
-            if isinstance(result.meta.get("val"), torch.Tensor) and not any(is_wait(user) for user in result.users):
+            if isinstance(result.meta.get("val"), torch.Tensor) and not any(ops.is_wait(user) for user in result.users):
                 with graph.inserting_after(results[-1]):
                     wait = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (result,))
                 wait.meta = dict(result.meta)

@@ -16,17 +16,7 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
-from teraio.stages.operators import (
-    base_name,
-    fake_tensors,
-    is_getitem,
-    is_view,
-    known_size,
-    output_bytes,
-    precision,
-    tensors_at,
-    unwrapped,
-)
+from teraio.stages import operators as ops
 
 _log = logging.getLogger("teraio")
 
@@ -106,7 +96,7 @@ def is_heavy(node: Node) -> bool:
 
 def flops(node: Node) -> float:
     """Return the floating-point operations of a matmul, a convolution or attention; 0 for every other node."""
-    target, arguments, named = unwrapped(node)
+    target, arguments, named = ops.unwrapped(node)
     if not isinstance(target, torch._ops.OpOverload) or not (_is_attention(target) or target._overloadpacket in flop_registry):
         return 0.0
     args, kwargs = torch.fx.node.map_arg((tuple(arguments), dict(named)), lambda source: source.meta.get("val"))
@@ -120,20 +110,20 @@ def operator_flops(target: torch._ops.OpOverload, arguments: Sequence[Any], name
     """
     # Those for attention in PyTorch 2.11 refuse fewer heads of keys than of queries, and do not know the CPU's kernel.
     if _is_attention(target):
-        return _attention_flops(base_name(target), arguments)
+        return _attention_flops(ops.base_name(target), arguments)
     formula = flop_registry.get(target._overloadpacket)
     if formula is None:
         return 0.0
     try:
-        return float(known_size(cast(Any, formula)(*arguments, **named, out_val=result)))
+        return float(ops.known_size(cast(Any, formula)(*arguments, **named, out_val=result)))
     except Exception as error:  # an estimate must not stop training, and formulas fail in ways of their own
         _log.debug("PyTorch cannot count the operations of %s: %r", target, error)
         # So that it still has arithmetic, and is the place of a cut.
-        return 2.0 * sum(known_size(t.numel()) for t in fake_tensors(result))
+        return 2.0 * sum(ops.known_size(t.numel()) for t in ops.fake_tensors(result))
 
 
 def _is_attention(target: torch._ops.OpOverload) -> bool:
-    return base_name(target).startswith("_scaled_dot_product")
+    return ops.base_name(target).startswith("_scaled_dot_product")
 
 
 def _attention_flops(name: str, arguments: Sequence[Any]) -> float:
@@ -141,14 +131,14 @@ def _attention_flops(name: str, arguments: Sequence[Any]) -> float:
     backward = "backward" in name  # it has the gradient of the results as its first argument
     query, key = arguments[backward : backward + 2]
     # Each query head meets all keys: scores, and their product with the values.
-    forward = 4.0 * math.prod(known_size(s) for s in query.shape) * known_size(key.shape[-2])
+    forward = 4.0 * math.prod(ops.known_size(s) for s in query.shape) * ops.known_size(key.shape[-2])
     return 2.5 * forward if backward else forward  # the backward pass makes the scores again, and four products
 
 
 def seconds(node: Node, speed: Speed) -> float:
     """Return the estimated duration of `node`, by a simple roofline model."""
-    if node.op != "call_function" or is_view(node) or is_getitem(node):
+    if node.op != "call_function" or ops.is_view(node) or ops.is_getitem(node):
         return 0.0
-    touched = output_bytes(node) + sum(output_bytes(n) for n in node.all_input_nodes)
-    rate = speed.short_flops_per_second if precision(tensors_at(node)).itemsize <= 2 else speed.flops_per_second
+    touched = ops.output_bytes(node) + sum(ops.output_bytes(n) for n in node.all_input_nodes)
+    rate = speed.short_flops_per_second if ops.precision(ops.tensors_at(node)).itemsize <= 2 else speed.flops_per_second
     return max(flops(node) / rate, touched / speed.bytes_per_second)

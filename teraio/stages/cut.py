@@ -14,25 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from teraio.stages import operators as ops
 from teraio.stages.cost import Speed, is_heavy, seconds
 from teraio.stages.finer import cut_finer
-from teraio.stages.operators import (
-    carries_random_state,
-    draws,
-    draws_seeds,
-    is_creation,
-    is_getitem,
-    is_launch,
-    is_read_off,
-    is_view,
-    is_wait,
-    launch_of,
-    looks_up_seed,
-    output_bytes,
-    packet_name,
-    tile_of,
-    uses_seed,
-)
 
 _STAGES_PER_LAYER = 6
 _SMALL_BYTES = 1 << 20
@@ -122,9 +106,9 @@ def _lists_of_layers(paths: Iterable[str]) -> set[str]:
 def can_cut(graph: Graph) -> str | None:
     """Return None if `graph` can be cut, otherwise the reason why it stays one stage."""
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator) and not carries_random_state(node):
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and not ops.carries_random_state(node):
             return f"it contains the higher-order operator {node.target}"
-        if is_read_off(node):
+        if ops.is_read_off(node):
             return f"it computes the size {node.name} from a tensor"
     return None
 
@@ -164,9 +148,9 @@ def _set_seeds_apart(stage_of: dict[Node, int]) -> None:
     """Give the operator that draws the seeds of Inductor's random numbers a stage of its own, the first one."""
     # The stages that use the seeds may run again then, and this one never does.
     for node in stage_of:
-        if draws_seeds(node):
+        if ops.draws_seeds(node):
             stage_of[node] = min(stage_of.values()) - 1
-        elif draws(node):  # the order in which numbers are drawn must not change
+        elif ops.draws(node):  # the order in which numbers are drawn must not change
             return
 
 
@@ -182,7 +166,7 @@ def _walk(nodes: list[Node], speed: Speed, policy: CutPolicy) -> dict[Node, int]
     stage_of: dict[Node, int] = {}
     current, since_cut, layer = 0, 0.0, ""
     for index, node in enumerate(nodes):
-        if index and tile_of(node) != tile_of(nodes[index - 1]):  # equal tiles become equal stages
+        if index and ops.tile_of(node) != ops.tile_of(nodes[index - 1]):  # equal tiles become equal stages
             current, since_cut = current + 1, 0.0
         if node in heavy:
             here = layer_of_node[node] or layer
@@ -203,7 +187,9 @@ def _take_back_views(nodes: list[Node], index: int, stage_of: dict[Node, int], s
     """Move the views and constants right before position `index` into `stage`."""
     # Else what they view crosses the cut as well.
     for node in reversed(nodes[:index]):
-        if not (is_view(node) or is_creation(node) or is_getitem(node)) or tile_of(node) != tile_of(nodes[index]):
+        if not (ops.is_view(node) or ops.is_creation(node) or ops.is_getitem(node)) or ops.tile_of(node) != ops.tile_of(
+            nodes[index]
+        ):
             break
         stage_of[node] = stage
 
@@ -212,20 +198,27 @@ def _hoist_small(nodes: list[Node], stage_of: dict[Node, int]) -> None:
     """Move cheap nodes with small results (bias gradients, statistics) into the stage that computed their input."""
     # There they fuse with the producer of the input, and the large input need not be kept or read again.
     for node in nodes:
-        if is_getitem(node):
+        if ops.is_getitem(node):
             stage_of[node] = stage_of[node.all_input_nodes[0]]
             continue
-        if is_wait(node):  # collectives stay where they are launched, see [Note: Collectives]
-            stage_of[node] = stage_of.get(launch_of(node), stage_of[node])
+        if ops.is_wait(node):  # collectives stay where they are launched, see [Note: Collectives]
+            stage_of[node] = stage_of.get(ops.launch_of(node), stage_of[node])
             continue
         sources = [stage_of[n] for n in node.all_input_nodes if n in stage_of]
-        if not sources or max(sources) >= stage_of[node] or not isinstance(node.target, torch._ops.OpOverload) or is_launch(node):
+        if (
+            not sources
+            or max(sources) >= stage_of[node]
+            or not isinstance(node.target, torch._ops.OpOverload)
+            or ops.is_launch(node)
+        ):
             continue
         if is_heavy(node) or node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
             continue
-        if looks_up_seed(node) or uses_seed(node):  # else the small masks of all layers would gather in the stage of the seeds
+        if ops.looks_up_seed(node) or ops.uses_seed(
+            node
+        ):  # else the small masks of all layers would gather in the stage of the seeds
             continue
-        if output_bytes(node) < _SMALL_BYTES:
+        if ops.output_bytes(node) < _SMALL_BYTES:
             stage_of[node] = max(sources)
 
 
@@ -235,7 +228,7 @@ def _hoist_returned_views(nodes: list[Node], stage_of: dict[Node, int]) -> None:
     # forward graph. The last stage would need what all layers save at once.
     returned: dict[Node, None] = {}
     for node in reversed(nodes):
-        if is_view(node) and all(user.op == "output" or user in returned for user in node.users):
+        if ops.is_view(node) and all(user.op == "output" or user in returned for user in node.users):
             returned[node] = None
     for node in reversed(returned):
         shown, *sizes = node.all_input_nodes
@@ -279,19 +272,19 @@ def _sink_updates(stage_of: dict[Node, int]) -> None:
 
 def _writes_an_input(node: Node) -> bool:
     target = node.args[0] if node.args else None
-    return packet_name(node) == "copy_" and isinstance(target, Node) and target.op == "placeholder" and not node.users
+    return ops.packet_name(node) == "copy_" and isinstance(target, Node) and target.op == "placeholder" and not node.users
 
 
 def _is_small_work(node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable or is_heavy(node):
         return False
-    if is_launch(node) or is_wait(node):  # must keep their order, see [Note: Collectives]
+    if ops.is_launch(node) or ops.is_wait(node):  # must keep their order, see [Note: Collectives]
         return False
-    return all(output_bytes(each) < _SMALL_BYTES for each in (node, *node.all_input_nodes))
+    return all(ops.output_bytes(each) < _SMALL_BYTES for each in (node, *node.all_input_nodes))
 
 
 def _repeat_constants(graph: Graph, stage_of: dict[Node, int]) -> None:
-    for node in [n for n in stage_of if is_creation(n)]:
+    for node in [n for n in stage_of if ops.is_creation(n)]:
         by_stage: dict[int, list[Node]] = {}
         for user in node.users:
             if user in stage_of:

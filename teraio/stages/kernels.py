@@ -17,24 +17,8 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, Node
 
+from teraio.stages import operators as ops
 from teraio.stages.cost import flops, is_heavy, operator_flops
-from teraio.stages.operators import (
-    base_name,
-    carries_random_state,
-    fake_tensors,
-    is_creation,
-    is_getitem,
-    is_size,
-    is_view,
-    known_size,
-    output_bytes,
-    packet_name,
-    precision,
-    storage_bytes,
-    tensors_at,
-    unwrapped,
-    writes_first,
-)
 
 # The node that owns a storage, and which of its results: the indices that lead to it, as results may be nested.
 StorageKey = tuple[Node, tuple[Any, ...]]
@@ -47,8 +31,8 @@ def storages_of(nodes: Sequence[Node]) -> dict[Node, StorageKey]:
         for source in node.all_input_nodes:
             keys.setdefault(source, (source, ()))
         first = node.all_input_nodes[0] if node.all_input_nodes else None
-        shares = is_view(node) or writes_first(node)
-        if first is None or not (shares or is_getitem(node)) or first.meta.get("val") is None:
+        shares = ops.is_view(node) or ops.writes_first(node)
+        if first is None or not (shares or ops.is_getitem(node)) or first.meta.get("val") is None:
             keys[node] = (node, ())
         elif shares or not isinstance(_at(keys[first]), (tuple, list)):
             keys[node] = keys[first]
@@ -61,9 +45,9 @@ def tensors_of(key: StorageKey, keys: Iterable[StorageKey]) -> list[torch.Tensor
     """Return the fake tensors that lie in a storage. Several results come without those in `keys`."""
     value = _at(key)
     if not isinstance(value, (tuple, list)):
-        return list(fake_tensors(value))
+        return list(ops.fake_tensors(value))
     apart = {k[1][-1] for k in keys if k[0] is key[0] and k[1] and k[1][:-1] == key[1]}
-    return [tensor for index, item in enumerate(value) if index not in apart for tensor in fake_tensors(item)]
+    return [tensor for index, item in enumerate(value) if index not in apart for tensor in ops.fake_tensors(item)]
 
 
 def _at(key: StorageKey) -> Any:
@@ -130,25 +114,25 @@ def _kernel(group: Sequence[Node], storages: Mapping[Node, StorageKey], inlined:
     for node in group:
         for source in node.all_input_nodes:
             for origin in inlined.get(source, (source,)) if source not in inside else ():
-                size = output_bytes(origin)
-                if packet_name(node) in _LOOKUPS and source is node.all_input_nodes[0]:
-                    size = min(size, output_bytes(node))
+                size = ops.output_bytes(origin)
+                if ops.packet_name(node) in _LOOKUPS and source is node.all_input_nodes[0]:
+                    size = min(size, ops.output_bytes(node))
                 read[storages[origin]] = max(read.get(storages[origin], 0), size)
         if any(user not in inside for user in node.users):
             written.update(storages[origin] for origin in inlined.get(node, (node,)) if origin in inside)
     if not written and all(node.users and _is_fused(node) for node in group):
         return None  # views, and what each kernel that needs it computes for itself
     heavy = next((node for node in group if is_heavy(node)), None)  # a kernel of its own
-    made = (tensor for key in written if key not in read for tensor in fake_tensors(_at(key)))
-    touched = sum(read.values()) + sum(map(storage_bytes, made))
+    made = (tensor for key in written if key not in read for tensor in ops.fake_tensors(_at(key)))
+    touched = sum(read.values()) + sum(map(ops.storage_bytes, made))
     if heavy is None:
-        return Kernel(0.0, precision(tensor for node in group for tensor in tensors_at(node)), touched, "fused")
-    operator, arguments, named = unwrapped(heavy)
+        return Kernel(0.0, ops.precision(tensor for node in group for tensor in ops.tensors_at(node)), touched, "fused")
+    operator, arguments, named = ops.unwrapped(heavy)
     given = dict(zip((argument.name for argument in operator._schema.arguments), arguments, strict=False)) | dict(named)
     given = torch.fx.node.map_arg(given, lambda source: source.meta.get("val"))
-    kernel = _heavy(operator, given, heavy.meta.get("val"), flops(heavy), precision(tensors_at(heavy)), touched)
+    kernel = _heavy(operator, given, heavy.meta.get("val"), flops(heavy), ops.precision(ops.tensors_at(heavy)), touched)
     # PyTorch makes the wrappers of random operators without its mark, in both graphs and for nothing else.
-    return replace(kernel, of_forward=heavy.meta.get("partitioner_tag") == "is_forward" or carries_random_state(heavy))
+    return replace(kernel, of_forward=heavy.meta.get("partitioner_tag") == "is_forward" or ops.carries_random_state(heavy))
 
 
 _MOST_READ = 4  # what an element is computed from that is not stored: Inductor's `realize_reads_threshold`
@@ -163,12 +147,16 @@ def _inlined(nodes: Sequence[Node]) -> dict[Node, frozenset[Node]]:
     stored: set[Node] = set()
     for node in reversed(nodes):
         for source in node.all_input_nodes:
-            if not _is_fused(node) or (is_view(node) and node in stored):
+            if not _is_fused(node) or (ops.is_view(node) and node in stored):
                 stored.add(source)
     found: dict[Node, frozenset[Node]] = {}
     for node in nodes:
-        free = is_view(node) or is_getitem(node)
-        if node.op != "call_function" or not (free or _is_pointwise(node) or is_creation(node)) or (node in stored and not free):
+        free = ops.is_view(node) or ops.is_getitem(node)
+        if (
+            node.op != "call_function"
+            or not (free or _is_pointwise(node) or ops.is_creation(node))
+            or (node in stored and not free)
+        ):
             continue
         origins = frozenset(o for source in node.all_input_nodes for o in found.get(source, frozenset((source,))))
         if free or len(origins) <= _MOST_READ:
@@ -178,7 +166,7 @@ def _inlined(nodes: Sequence[Node]) -> dict[Node, frozenset[Node]]:
 
 def _is_pointwise(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and (
-        torch.Tag.pointwise in node.target.tags or packet_name(node) == "convert_element_type"
+        torch.Tag.pointwise in node.target.tags or ops.packet_name(node) == "convert_element_type"
     )
 
 
@@ -191,28 +179,24 @@ def _heavy(
     touched: int,
 ) -> Kernel:
     """Return the kernel of a matmul, a convolution or attention, by the names of its arguments."""
-    name = base_name(operator)
+    name = ops.base_name(operator)
     if name.startswith("_scaled_dot_product"):
-        rows, columns = (known_size(arguments[name].shape[-2]) for name in ("query", "key"))
+        rows, columns = (ops.known_size(arguments[name].shape[-2]) for name in ("query", "key"))
         kind: KernelKind = "attention backward" if "backward" in name else "attention"
         whole = _tiles(rows) * _tiles(columns) * _ATTENTION_ROWS**2 / (rows * columns)
-        share = _causal_share(rows) if arguments.get("is_causal") else 1.0
+        # Causal attention computes the tiles on and below the diagonal.
+        share = (_tiles(rows) + 1) / (2 * _tiles(rows)) if arguments.get("is_causal") else 1.0
         return Kernel(operations * share, dtype, touched, kind, whole_tiles=whole)
-    first = next(fake_tensors(result), None)
+    first = next(ops.fake_tensors(result), None)
     if first is None or first.ndim < 2 or "backward" in name:
         return Kernel(operations, dtype, touched, "product")
-    sizes = [known_size(size) for size in first.shape]
+    sizes = [ops.known_size(size) for size in first.shape]
     if "conv" in name:
         return Kernel(operations, dtype, touched, "product", (1, math.prod(sizes) // sizes[1], sizes[1]))
     return Kernel(operations, dtype, touched, "product", (math.prod(sizes[:-2]), sizes[-2], sizes[-1]))
 
 
 _ATTENTION_ROWS = 128  # of queries, and of keys, that a block of a fused kernel multiplies at once
-
-
-def _causal_share(rows: int) -> float:
-    """Return the share of the products that causal attention computes: tiles on and below the diagonal."""
-    return (_tiles(rows) + 1) / (2 * _tiles(rows))
 
 
 def _tiles(rows: int) -> int:
@@ -233,22 +217,22 @@ def operator_kernel(operator: torch._ops.OpOverload, arguments: Mapping[str, Any
 
     Such are views, room for results, and what only asks: for a device, a size, a mark in a profile.
     """
-    read = {id(tensor): tensor for tensor in fake_tensors(list(arguments.values()))}
+    read = {id(tensor): tensor for tensor in ops.fake_tensors(list(arguments.values()))}
     storages = {tensor.untyped_storage()._cdata for tensor in read.values()}
-    made = [tensor for tensor in fake_tensors(result) if tensor.untyped_storage()._cdata not in storages]
-    changed = list(fake_tensors([arguments.get(name) for name in _written(operator, arguments)]))
-    name, tags = base_name(operator), operator.tags
+    made = [tensor for tensor in ops.fake_tensors(result) if tensor.untyped_storage()._cdata not in storages]
+    changed = list(ops.fake_tensors([arguments.get(name) for name in _written(operator, arguments)]))
+    name, tags = ops.base_name(operator), operator.tags
     if name in _EMPTY or torch.Tag.inplace_view in tags or not (made or changed or torch.Tag.data_dependent_output in tags):
         return None
-    sizes = {key: storage_bytes(tensor) for key, tensor in read.items()}
-    written = sum(map(storage_bytes, (*made, *changed)))
+    sizes = {key: ops.storage_bytes(tensor) for key, tensor in read.items()}
+    written = sum(map(ops.storage_bytes, (*made, *changed)))
     for unread in _unread(operator, arguments):
         sizes.pop(id(unread), None)
     if name in _LOOKUPS:
         first = next(iter(sizes))
         sizes[first] = min(sizes[first], written)
     touched = sum(sizes.values()) + written
-    dtype = precision([*read.values(), *made])
+    dtype = ops.precision([*read.values(), *made])
     operations = operator_flops(operator, list(arguments.values()), {}, result)
     return _heavy(operator, arguments, result, operations, dtype, touched) if operations else Kernel(0.0, dtype, touched)
 
@@ -265,8 +249,8 @@ def _written(operator: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> I
 def _unread(operator: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors among the arguments that are not read."""
     for position, argument in enumerate(operator._schema.arguments):
-        if argument.is_out or (position == 0 and base_name(operator) in _OVERWRITING):
-            yield from fake_tensors(arguments.get(argument.name))
+        if argument.is_out or (position == 0 and ops.base_name(operator) in _OVERWRITING):
+            yield from ops.fake_tensors(arguments.get(argument.name))
 
 
 # Operators that Inductor fuses with others, beside those that work on each element by itself.
@@ -298,13 +282,21 @@ _WRITE_TO_A_COPY = frozenset("index_put _unsafe_masked_index_put_accumulate scat
 def _becomes_a_result(node: Node) -> bool:
     """Return whether `node` is a constant, such as the zeros that gradients of an embedding are added to, that is only written
     where another operator has its result."""
-    return is_creation(node) and all(packet_name(user) in _WRITE_TO_A_COPY and user.args[0] is node for user in node.users)
+    return ops.is_creation(node) and all(
+        ops.packet_name(user) in _WRITE_TO_A_COPY and user.args[0] is node for user in node.users
+    )
 
 
 def _is_fused(node: Node) -> bool:
     """Return whether Inductor certainly writes code of its own for the operator, and calls none of a library."""
     tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else []
-    return torch.Tag.pointwise in tags or packet_name(node) in _FUSED or is_view(node) or is_getitem(node) or is_creation(node)
+    return (
+        torch.Tag.pointwise in tags
+        or ops.packet_name(node) in _FUSED
+        or ops.is_view(node)
+        or ops.is_getitem(node)
+        or ops.is_creation(node)
+    )
 
 
 def _fused(nodes: Sequence[Node]) -> list[list[Node]]:
@@ -312,7 +304,7 @@ def _fused(nodes: Sequence[Node]) -> list[list[Node]]:
 
     nodes: of a graph, in the order of execution.
     """
-    nodes = [node for node in nodes if node.op == "call_function" and not is_size(node)]
+    nodes = [node for node in nodes if node.op == "call_function" and not ops.is_size(node)]
     heavy = {node for node in nodes if is_heavy(node)}
     after: dict[Node, int] = {}  # the most kernels of other kinds on a way to the node; operators around one cannot be fused
     for node in nodes:

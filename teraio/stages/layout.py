@@ -11,16 +11,9 @@ from torch.fx import GraphModule, Node
 
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Constant, Kind, Phase, Program, SizedGraph, Stage, StageFunction
+from teraio.stages import operators as ops
 from teraio.stages.kernels import storages_of
-from teraio.stages.operators import (
-    Symbols,
-    has_class_loss,
-    has_collectives,
-    has_storage,
-    is_symbolic,
-    output_bytes,
-    storage_bytes,
-)
+from teraio.stages.operators import Symbols
 from teraio.stages.split import Subgraph, at_peak, peak_bytes
 
 
@@ -78,10 +71,10 @@ def lay_out(
             next_uses=tuple(next((u for u in uses[s] if u > number), -1) for s in touched),
             **resizer.stage_bytes(number, hints),
             mutates=tuple(slots[n] for n in subgraph.mutated),
-            has_collectives=has_collectives(subgraph.module.graph),
+            has_collectives=ops.has_collectives(subgraph.module.graph),
             repeatable=compiled.repeatable,
             never_again=compiled.never_again,
-            has_class_loss=has_class_loss(subgraph.module.graph),
+            has_class_loss=ops.has_class_loss(subgraph.module.graph),
         )
 
     parameters = [node for node, (_, kind) in zip(placeholders, inputs, strict=False) if kind == "parameter"]
@@ -100,7 +93,7 @@ def lay_out(
         user_results=user_results(output, phase),
         **cast(Any, resizer.program_bytes(hints)),
         small_parameter_bytes=_small_bytes(parameters, hints),
-        resize=resizer if is_symbolic(placeholders) else None,
+        resize=resizer if ops.is_symbolic(placeholders) else None,
     )
 
 
@@ -174,7 +167,7 @@ class Resizer:
 
     def bound(self, most_bytes: int) -> None:
         for subgraph, owners in zip(self._subgraphs, self._owners, strict=True):
-            taken = [value for node in (*subgraph.inputs, *owners) if has_storage(value := node.meta.get("val"))]
+            taken = [value for node in (*subgraph.inputs, *owners) if ops.has_storage(value := node.meta.get("val"))]
             storages = {each._cdata: each.nbytes() for each in (tensor.untyped_storage() for tensor in taken)}
             made = [tensor.untyped_storage().nbytes() for tensor in (*subgraph.made, *at_peak(subgraph.temporaries))]
             need = sum([*storages.values(), *made])
@@ -195,7 +188,7 @@ class Resizer:
         subgraph = self._subgraphs[number]
         return {
             "input_bytes": _distinct_bytes([*subgraph.inputs, *self._owners[number]], symbols),
-            "output_bytes": sum(storage_bytes(tensor, symbols) for tensor in subgraph.made),
+            "output_bytes": sum(ops.storage_bytes(tensor, symbols) for tensor in subgraph.made),
             "workspace_bytes": peak_bytes(subgraph.temporaries, symbols),
             "waiting_bytes": _small_bytes(self._waiting[number], symbols),
         }
@@ -223,7 +216,7 @@ def _symbol_values(placeholders: Sequence[Node], arguments: Sequence[Any]) -> di
     for node, argument in zip(placeholders, arguments, strict=True):
         fake = node.meta.get("val")
         pairs: list[tuple[Any, Any]] = [(fake, argument)]
-        if has_storage(fake) and has_storage(argument):
+        if ops.has_storage(fake) and ops.has_storage(argument):
             pairs = list(zip((*fake.shape, *fake.stride()), (*argument.shape, *argument.stride()), strict=True))
         for symbolic, actual in pairs:
             if isinstance(symbolic, torch.SymInt) and symbolic.node.expr.is_Symbol:
@@ -233,7 +226,7 @@ def _symbol_values(placeholders: Sequence[Node], arguments: Sequence[Any]) -> di
 
 def _small_bytes(nodes: Sequence[Node], symbols: Symbols) -> int:
     """Return the bytes of those results of `nodes` that are too small to move."""
-    return _distinct_bytes([node for node in nodes if output_bytes(node, symbols) < MIN_MOVED_BYTES], symbols)
+    return _distinct_bytes([node for node in nodes if ops.output_bytes(node, symbols) < MIN_MOVED_BYTES], symbols)
 
 
 def _distinct_bytes(nodes: Sequence[Node], symbols: Symbols) -> int:
@@ -241,7 +234,7 @@ def _distinct_bytes(nodes: Sequence[Node], symbols: Symbols) -> int:
     storages: dict[int, int] = {}
     for node in nodes:
         value = node.meta.get("val")
-        if has_storage(value):
+        if ops.has_storage(value):
             key = value.untyped_storage()._cdata
-            storages[key] = max(storages.get(key, 0), storage_bytes(value, symbols))
+            storages[key] = max(storages.get(key, 0), ops.storage_bytes(value, symbols))
     return sum(storages.values())

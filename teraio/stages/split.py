@@ -26,24 +26,11 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from teraio.stages import operators as ops
 from teraio.stages.cost import is_heavy
 from teraio.stages.cut import layer_of, module_path
 from teraio.stages.kernels import StorageKey, most_at_once, never_materialised, storages_of, tensors_of
-from teraio.stages.operators import (
-    Symbols,
-    carries_random_state,
-    draws,
-    draws_seeds,
-    fake_tensors,
-    has_storage,
-    is_getitem,
-    is_size,
-    is_written,
-    packet_name,
-    storage_bytes,
-    tile_of,
-    uses_seed,
-)
+from teraio.stages.operators import Symbols
 
 _PURE_NAMESPACES = frozenset(("aten", "prims"))
 _ALIGNMENT = 64  # bytes: what compilers of stages ask for at the most
@@ -101,7 +88,7 @@ def _subgraph(gm: GraphModule, nodes: list[Node], fuses: bool) -> Subgraph:
                 inputs[source] = None
     for symbol in _free_symbol_placeholders(gm, [*inputs, *nodes]):
         inputs.setdefault(symbol, None)
-    outputs = [n for n in nodes if any(u not in inside and not (is_size(n) and u.op != "output") for u in n.users)]
+    outputs = [n for n in nodes if any(u not in inside and not (ops.is_size(n) and u.op != "output") for u in n.users)]
     graph, copies = Graph(), dict[Node, Node]()
     for source in inputs:
         copies[source] = graph.placeholder(f"input_{len(copies)}")
@@ -117,7 +104,7 @@ def _subgraph(gm: GraphModule, nodes: list[Node], fuses: bool) -> Subgraph:
         module=module,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        mutated=tuple(n for n in inputs if is_written(copies[n])),
+        mutated=tuple(n for n in inputs if ops.is_written(copies[n])),
         key=_key(module),
         path=_path(nodes),
         made=_made(graph, storages),
@@ -156,7 +143,7 @@ def _temporaries(graph: Graph, storages: Mapping[Node, StorageKey], fuses: bool)
 
 def peak_bytes(temporaries: Sequence[Temporary], symbols: Symbols = MappingProxyType({})) -> int:
     """Return the most bytes of them at once."""
-    return most_at_once((sum(storage_bytes(t, symbols) for t in each.tensors), each.first, each.last) for each in temporaries)
+    return most_at_once((sum(ops.storage_bytes(t, symbols) for t in each.tensors), each.first, each.last) for each in temporaries)
 
 
 def at_peak(temporaries: Sequence[Temporary]) -> list[torch.Tensor]:
@@ -176,7 +163,7 @@ def _sizes_needed(nodes: list[Node], inside: set[Node]) -> dict[Node, None]:
 
     def visit(node: Node) -> None:
         for source in node.all_input_nodes:
-            if is_size(source) and source not in inside and source not in found:
+            if ops.is_size(source) and source not in inside and source not in found:
                 visit(source)
                 found[source] = None
 
@@ -196,7 +183,7 @@ def _free_symbol_placeholders(gm: GraphModule, nodes: list[Node]) -> list[Node]:
         return []
     found: dict[Node, None] = {}
     for node in nodes:
-        for tensor in fake_tensors(node.meta.get("val")):
+        for tensor in ops.fake_tensors(node.meta.get("val")):
             for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset()):
                 if isinstance(size, torch.SymInt):
                     for symbol in size.node.expr.free_symbols:
@@ -230,7 +217,7 @@ class _Reference:
 
 
 def _layout(value: Any) -> str:
-    if has_storage(value):
+    if ops.has_storage(value):
         return f"{value.dtype}{list(value.shape)}{list(value.stride())}+{_misaligned(value)}@{value.device}"
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{list(value.shape)}{value.layout}@{value.device}"
@@ -255,7 +242,7 @@ def _path(nodes: list[Node]) -> str:
 
     Tiles are numbered, from `head.tile1` on; what comes before the first one is `head.tile0`.
     """
-    tile = tile_of(nodes[-1])  # the first ones may be constants
+    tile = ops.tile_of(nodes[-1])  # the first ones may be constants
     return path_of_modules(nodes) if tile is None else f"{path_of_modules(nodes)}.tile{tile[1] + 1}"
 
 
@@ -315,22 +302,22 @@ def _reason_of_operators(subgraph: Subgraph, keeps_seeds: bool) -> str:
 
 
 def _reason_of_operator(node: Node, keeps_seeds: bool) -> str:
-    if is_size(node) or is_getitem(node):
+    if ops.is_size(node) or ops.is_getitem(node):
         return ""
-    if carries_random_state(node):
+    if ops.carries_random_state(node):
         return "it has an operator that carries random state"
     if not isinstance(node.target, torch._ops.OpOverload):
         return f"it has the operator {node.target}, which may do more than its result shows"
     if node.target.namespace not in _PURE_NAMESPACES:
         return f"it has the custom operator {node.target}, which may do more than its result shows"
-    if draws_seeds(node):
+    if ops.draws_seeds(node):
         return "it draws the seeds of random numbers"
-    if uses_seed(node):
+    if ops.uses_seed(node):
         return "" if keeps_seeds else "it draws random numbers, and codegen='eager' keeps no seeds of them"
-    if draws(node):
-        return f"it draws random numbers ({packet_name(node)})"
+    if ops.draws(node):
+        return f"it draws random numbers ({ops.packet_name(node)})"
     return ""
 
 
 def _storages(nodes: Collection[Node]) -> set[int]:
-    return {tensor.untyped_storage()._cdata for node in nodes for tensor in fake_tensors(node.meta.get("val"))}
+    return {tensor.untyped_storage()._cdata for node in nodes for tensor in ops.fake_tensors(node.meta.get("val"))}

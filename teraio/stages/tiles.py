@@ -37,23 +37,11 @@ from torch.fx import Graph, Node
 from torch.utils._sympy.functions import FloorDiv
 from torch.utils.checkpoint import CheckpointPolicy
 
+from teraio.stages import operators as ops
 from teraio.stages.cost import is_heavy
 from teraio.stages.cut import module_path
 from teraio.stages.kernels import storages_of
-from teraio.stages.operators import (
-    TILE,
-    is_creation,
-    is_getitem,
-    is_size,
-    is_view,
-    known_size,
-    output_bytes,
-    packet_name,
-    settled,
-    tensors_taken,
-)
 from teraio.stages.rows import MEAN, NO_REDUCTION, ROWS, Part, Rows, Size, has_several, part_of, places, shape_of, sizes_of
-from teraio.stages.sizes import Sizes
 
 _log = logging.getLogger("teraio")
 
@@ -103,7 +91,7 @@ def mark(graph: Graph, *, above_bytes: int, fuses: bool, most_bytes: int | None)
     taken: set[Node] = set()
     changing = _reads_what_changes(graph)
     identity = 1 + max((node.meta.get("ac_graph_id", 0) for node in graph.nodes), default=0)
-    for product in sorted((node for node in forward if packet_name(node) in ("mm", "addmm")), key=_elements, reverse=True):
+    for product in sorted((node for node in forward if ops.packet_name(node) in ("mm", "addmm")), key=_elements, reverse=True):
         widens = _elements(product) > 2 * _elements(cast(Node, product.args[-2]))  # so that what it takes is not large itself
         if product in taken or not widens or _MOST_LARGE * _elements(product) <= above_bytes:
             continue
@@ -146,12 +134,14 @@ def tile(graph: Graph) -> Iterator[InTiles]:
     All of them have to be taken.
     """
     for product in [node for node in graph.nodes if _TILES in node.meta]:
-        region = _region(product, dict.fromkeys(node for node in graph.nodes if node.op == "call_function" and not is_size(node)))
+        region = _region(
+            product, dict.fromkeys(node for node in graph.nodes if node.op == "call_function" and not ops.is_size(node))
+        )
         rows, columns = product.meta["val"].shape
         if region is None:
             _log.warning("a product of %s x %s stays whole: no rule says how what follows is computed by rows", rows, columns)
             continue
-        sizes = Sizes(graph)
+        sizes = ops.Sizes(graph)
         if not all(sizes.has(s) for n in region.members for s in shape_of(n) or () if isinstance(s, sympy.Expr)):
             _log.warning("a product of %s x %s stays whole: the graph does not take all of these sizes", rows, columns)
             continue
@@ -164,7 +154,7 @@ def tile(graph: Graph) -> Iterator[InTiles]:
 
 def settle(graph: Graph) -> None:
     """Let what waits for writes take the written values themselves: their order is that of the stages by now. Changes `graph`."""
-    for node in graph.find_nodes(op="call_function", target=settled):
+    for node in graph.find_nodes(op="call_function", target=ops.settled):
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
 
@@ -179,17 +169,17 @@ def _forward(graph: Graph) -> dict[Node, None]:
     for node in reversed(graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
-    return dict.fromkeys(node for node in graph.nodes if node in needed and node.op == "call_function" and not is_size(node))
+    return dict.fromkeys(node for node in graph.nodes if node in needed and node.op == "call_function" and not ops.is_size(node))
 
 
 def _reads_what_changes(graph: Graph) -> set[Node]:
     """Return what reads inputs that the graph writes in the end, such as buffers: later it would read other values."""
-    written = [node.args[0] for node in graph.nodes if packet_name(node) == "copy_"]
+    written = [node.args[0] for node in graph.nodes if ops.packet_name(node) == "copy_"]
     shown = [node for node in written if isinstance(node, Node) and node.op == "placeholder"]
     found: set[Node] = set()
     for node in shown:  # grows meanwhile
-        shown += [user for user in node.users if is_view(user)]
-        found.update(user for user in node.users if user.op == "call_function" and not is_view(user))
+        shown += [user for user in node.users if ops.is_view(user)]
+        found.update(user for user in node.users if user.op == "call_function" and not ops.is_view(user))
     return found
 
 
@@ -198,7 +188,7 @@ def _elements(node: Node) -> int:
     if shape_of(node) is None or has_several(node):
         return 0
     value: torch.Tensor = node.meta["val"]
-    sizes, strides = map(known_size, value.shape), map(known_size, value.stride())
+    sizes, strides = map(ops.known_size, value.shape), map(ops.known_size, value.stride())
     return math.prod(size for size, stride in zip(sizes, strides, strict=True) if stride)
 
 
@@ -224,7 +214,7 @@ class _Region:
         return [
             node
             for node in self.members
-            if not is_creation(node)
+            if not ops.is_creation(node)
             and any(user not in self.members and (user in self.inside or user.op == "output") for user in node.users)
         ]
 
@@ -235,7 +225,7 @@ class _Region:
             source not in self.members or part.inputs.get(source, _NOWHERE) == self.where.get(source)
             for node, part in self.members.items()
             if part is not None
-            for source in tensors_taken(node)
+            for source in ops.tensors_taken(node)
         )
         return agree and all(
             isinstance(v := node.meta.get("val"), torch.Tensor) and is_contiguous_or_false(v) for node in self.exits
@@ -264,19 +254,19 @@ class _Region:
         by_rows = {source for part in self.members.values() if part is not None for source in part.inputs}
         touched = {n for node in self.members if is_heavy(node) for n in (node, *node.all_input_nodes)}
         weights = (touched & taken) - by_rows
-        longer = sum(max(4 * _elements(weight) - output_bytes(weight), 0) for weight in weights)  # sums have 32 bits
-        taken_bytes = sum(map(output_bytes, taken))
+        longer = sum(max(4 * _elements(weight) - ops.output_bytes(weight), 0) for weight in weights)  # sums have 32 bits
+        taken_bytes = sum(map(ops.output_bytes, taken))
         # What a product makes or takes is in memory, and so is its gradient.
         count = len({storages[node] for node in self.large if node in touched})
-        grows = 2 * count * (output_bytes(self.product) if fuses else max(map(output_bytes, self.large)))
+        grows = 2 * count * (ops.output_bytes(self.product) if fuses else max(map(ops.output_bytes, self.large)))
         # However few rows a tile has: what the region takes as a whole, with its gradients, and what it gives.
-        stays = 2 * taken_bytes + longer + sum(map(output_bytes, self.exits))
+        stays = 2 * taken_bytes + longer + sum(map(ops.output_bytes, self.exits))
         halves = (grows - stays) / 2  # what may grow so that all is half of it
         if grows + stays <= above_bytes or halves <= 0 or all(storages[node] in results for node in self.large):
             return 1, grows + taken_bytes
         room = math.inf if most_bytes is None else max(most_bytes - stays, _LEAST_SHARE * stays)
         wanted = 1 << max(0, math.ceil(math.log2(grows / min(stays, halves, room))))
-        found = min(wanted, _MOST_TILES, max(known_size(self.product.meta["val"].shape[0]) // _LEAST_ROWS, 1))
+        found = min(wanted, _MOST_TILES, max(ops.known_size(self.product.meta["val"].shape[0]) // _LEAST_ROWS, 1))
         return found if grows / found <= halves else 1, grows + taken_bytes
 
 
@@ -294,14 +284,14 @@ def _region(product: Node, inside: Collection[Node]) -> _Region | None:
         for node in inside:
             if node not in members and not any(source in large for source in node.all_input_nodes):
                 continue
-            if is_getitem(node) or spread.reaches(node):
+            if ops.is_getitem(node) or spread.reaches(node):
                 members.update([node, *spread.large_sources(node)])  # other operators make some, such as masks
                 if spread.goes_on(node):
                     large.add(node)
             elif node in members:
                 return None  # what the tiles need is known only when all of them have run
         members |= _between(members, inside)
-        members |= {user for node in members if node not in spread.where for user in node.users if is_getitem(user)}
+        members |= {user for node in members if node not in spread.where for user in node.users if ops.is_getitem(user)}
     ordered = {node: spread.parts.get(node) for node in product.graph.nodes if node in members}
     region = _Region(product, shape[0], inside, ordered, spread.where, [node for node in ordered if spread.is_large(node)])
     return region if region.is_whole else None
@@ -330,7 +320,7 @@ class _Spread:
         if part is None:
             return False
         self.parts[node] = part
-        if out is None and packet_name(node) == "nll_loss_forward" and node.args[3] == NO_REDUCTION:
+        if out is None and ops.packet_name(node) == "nll_loss_forward" and node.args[3] == NO_REDUCTION:
             self.where.update((user, Rows(0)) for user in node.users if user.args[1] == 0)
         elif out is not None:
             self.where.update(dict.fromkeys(node.users if has_several(node) else [node], out))
@@ -342,7 +332,7 @@ class _Spread:
 
     def goes_on(self, node: Node) -> bool:
         """Return whether a region has the operators that take the result of `node`: it is large, and no further product's."""
-        return self.is_large(node) and not (is_creation(node) or is_heavy(node))
+        return self.is_large(node) and not (ops.is_creation(node) or is_heavy(node))
 
     def large_sources(self, node: Node) -> list[Node]:
         """Return those operators with so many elements that `node` takes by rows, and that can compute a part of these."""
@@ -358,7 +348,7 @@ class _Spread:
 
 def _between(members: Collection[Node], inside: Collection[Node]) -> set[Node]:
     """Return the operators on a way from one of the members to another."""
-    below = {node for node in members if not is_creation(node)}  # of constants, each region has its own
+    below = {node for node in members if not ops.is_creation(node)}  # of constants, each region has its own
     above = set(below)
     for node in inside:
         if any(source in below for source in node.all_input_nodes):
@@ -382,24 +372,20 @@ def _borders(rows: Size, tiles: int) -> list[tuple[Size, Size]]:
 
 
 class _Tiling:
-    """Writes a region in tiles into its graph, behind its operators, and has others take the results."""
+    """Writes a region in tiles into its graph, behind its operators, and has others take the results. count: of the tiles."""
 
     def __init__(self, region: _Region, tiles: int) -> None:
         self._region = region
         self._graph = region.product.graph
         self._borders = _borders(region.rows, tiles)
-        self._sizes, self._first = Sizes(self._graph), next(iter(region.members))
+        self.count = len(self._borders)
+        self._sizes, self._first = ops.Sizes(self._graph), next(iter(region.members))
         self._mode = detect_fake_mode([region.product.meta["val"]])
         self._cursor = list(region.members)[-1]
         self._tile: int | None = None
         self._slices: dict[tuple[Node, Rows], list[Node]] = {}
         self._memory: dict[Node, Node] = {}
         self._writes: dict[Node, list[Node]] = {}
-
-    @property
-    def count(self) -> int:
-        """How many tiles there are."""
-        return len(self._borders)
 
     def write(self) -> None:
         """Write what comes before the tiles, the tiles, and what comes after them."""
@@ -412,7 +398,7 @@ class _Tiling:
                     self._slices[source, there] = self._sliced(source, there, source)
         targets: dict[Node, list[Node]] = {}
         for node in members:
-            if packet_name(node) == "nll_loss_forward":
+            if ops.packet_name(node) == "nll_loss_forward":
                 self._make_room(node, node.meta["val"][1])
         for node in self._region.exits:
             self._make_room(node, node.meta["val"])
@@ -459,7 +445,7 @@ class _Tiling:
         for node, part in self._region.members.items():
             if part is None:
                 local[node] = self._put(operator.getitem, (local[cast(Node, node.args[0])], node.args[1]), node)
-            elif node in self._memory and packet_name(node) == "mm" and node not in targets:
+            elif node in self._memory and ops.packet_name(node) == "mm" and node not in targets:
                 self._add_products(node, self._arguments(part.args, part, local, number))
                 continue
             else:
@@ -467,7 +453,7 @@ class _Tiling:
                 local[node] = self._put(part.target, args, node, self._arguments(part.kwargs, part, local, number))
             if node in targets:
                 self._writes[node].append(self._put(aten.copy_.default, (targets[node][number], local[node]), node))
-            elif packet_name(node) == "nll_loss_forward":
+            elif ops.packet_name(node) == "nll_loss_forward":
                 self._add(node, self._memory[node], self._put(operator.getitem, (local[node], 1), node))
             elif node in self._memory:
                 self._add(node, self._memory[node], local[node])
@@ -507,11 +493,11 @@ class _Tiling:
     def _result(self, node: Node) -> Node:
         """Return what takes the place of a result of the region."""
         value, there = node.meta["val"], self._region.where.get(node)
-        result = self._put(settled, (self._memory[node], *self._writes[node]), node)
+        result = self._put(ops.settled, (self._memory[node], *self._writes[node]), node)
         if there is not None and there.count > 1:
             return self._put(aten.view.default, (result, sizes_of(value)), node)
-        if is_getitem(node) and node.args[1] == 0 and (loss := cast(Node, node.args[0])).args[3] == MEAN:
-            weights = self._put(settled, (self._memory[loss], *self._writes[loss]), node)
+        if ops.is_getitem(node) and node.args[1] == 0 and (loss := cast(Node, node.args[0])).args[3] == MEAN:
+            weights = self._put(ops.settled, (self._memory[loss], *self._writes[loss]), node)
             result = self._put(aten.div.Tensor, (result, weights), node)
         if result.meta["val"].dtype != value.dtype:
             result = self._put(prims.convert_element_type.default, (result, value.dtype), node)
@@ -522,23 +508,18 @@ class _Tiling:
             return leaf
         return int(leaf) if leaf.is_Integer else self._sizes.node(leaf, self._first)
 
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Compute fake results. No guard on sizes comes of that: a tile of any number of rows is computed alike."""
-        with self._mode or contextlib.nullcontext(), torch.no_grad():
-            sizes = self._mode.shape_env if self._mode is not None else None
-            with sizes.suppress_guards() if sizes is not None else contextlib.nullcontext():
-                yield
-
     def _put(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Mapping[str, Any] | None = None) -> Node:
         """Insert an operator behind the last one. like: the one that it does a part of the work of. Its sizes may be symbolic."""
         args = torch.fx.node.map_aggregate(args, self._as_argument)
         with self._graph.inserting_after(self._cursor):
             self._cursor = node = self._graph.call_function(target, args, dict(kwargs or {}))
         values = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-        with self._evaluating():
+        # Of fake results come no guards on sizes: a tile of any number of rows is computed alike.
+        shapes = self._mode.shape_env if self._mode is not None else None
+        unguarded = shapes.suppress_guards() if shapes is not None else contextlib.nullcontext()
+        with self._mode or contextlib.nullcontext(), torch.no_grad(), unguarded:
             value = target(*values[0], **values[1])
         node.meta = {key: what for key, what in like.meta.items() if key not in _OWN_META} | {"val": value}
         if self._tile is not None:
-            node.meta[TILE] = (self._region.product.name, self._tile)
+            node.meta[ops.TILE] = (self._region.product.name, self._tile)
         return node

@@ -8,6 +8,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -141,4 +142,5 @@ def open_machine(
 ) -> Machine:
     """The machine of the made-up GPU; what of a budget is kept free is scaled down with the models of the tests."""
     budgets = resolve_budgets(options, *seen_by_ranks(options, torch.device("cuda", 0), ranks))
-    return cuda_machine.open_cuda(options, budgets, CPU, shared, spare_bytes=spare_bytes, page_bytes=MIB)
+    with mock.patch.multiple(cuda_machine, _SPARE_BYTES=spare_bytes, _PAGE_BYTES=MIB):
+        return cuda_machine.open_cuda(options, budgets, CPU, shared)

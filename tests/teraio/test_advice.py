@@ -11,7 +11,7 @@ import pytest
 import planner
 from planner.problem import SolverSettings, live_bytes
 from planner.schema import Budgets, Lengths, Polynomial, Work
-from teraio.advice import Advice, Answer, advise, advise_geometry, with_batch
+from teraio.advice import Advice, Adviser, Answer, with_batch
 from teraio.passes import with_passes
 
 from ..planner.traces import block, group, links, staged, subgroup, trace
@@ -47,7 +47,7 @@ def training(*, host: bool = True) -> planner.Trace:
     )
 
 
-SETTINGS = SolverSettings(time_limit_seconds=10.0, gap=0.0, threads=1)
+ADVISER = Adviser(settings=SolverSettings(time_limit_seconds=10.0, gap=0.0, threads=1))
 FLOOR = planner.floor(training())[0]
 TIGHT = Budgets(device_bytes=FLOOR + 4 * MIB, host_bytes=16 * MIB)
 
@@ -57,7 +57,7 @@ def by_case(advice: Advice) -> dict[str, Answer]:
 
 
 def test_each_case_is_answered() -> None:
-    answers = by_case(advise(training(), TIGHT, settings=SETTINGS))
+    answers = by_case(ADVISER.advise(training(), TIGHT))
     assert list(answers) == [
         "as asked",
         "25% more device memory",
@@ -76,23 +76,23 @@ def test_each_case_is_answered() -> None:
 
 def test_more_is_never_slower() -> None:
     for size in range(FLOOR, FLOOR + 60 * MIB, by_profile(ci=20, long=7) * MIB):
-        answers = by_case(advise(training(), TIGHT.model_copy(update={"device_bytes": size}), settings=SETTINGS))
+        answers = by_case(ADVISER.advise(training(), TIGHT.model_copy(update={"device_bytes": size})))
         for more in ("25% more device memory", "twice the host memory"):
             speed = answers[more].speed
             assert speed is not None and speed >= 1.0
 
 
 def test_what_holds_a_training_up() -> None:
-    slow = by_case(advise(training(host=False), Budgets(device_bytes=FLOOR), settings=SETTINGS))
+    slow = by_case(ADVISER.advise(training(host=False), Budgets(device_bytes=FLOOR)))
     assert "storage" in slow["as asked"].holds_up
     faster = slow["one more drive"].speed
     assert faster is not None and faster > 1.0
-    roomy = by_case(advise(training(), Budgets(device_bytes=1 << 30), settings=SETTINGS))
+    roomy = by_case(ADVISER.advise(training(), Budgets(device_bytes=1 << 30)))
     assert roomy["as asked"].holds_up == "" and roomy["as asked"].written_bytes_per_day == 0.0
 
 
 def test_what_is_written_to_drives_in_a_day() -> None:
-    asked = advise(training(host=False), Budgets(device_bytes=FLOOR), settings=SETTINGS).answers[0]
+    asked = ADVISER.advise(training(host=False), Budgets(device_bytes=FLOOR)).answers[0]
     assert asked.predicted is not None
     iterations = 86_400 / asked.predicted.iteration_seconds
     written = iterations * asked.predicted.storage_written_bytes
@@ -100,11 +100,11 @@ def test_what_is_written_to_drives_in_a_day() -> None:
 
 
 def test_no_plan_exists_is_told_apart_from_none_was_found() -> None:
-    below = advise(training(), Budgets(device_bytes=FLOOR - 1), settings=SETTINGS).answers[0]
+    below = ADVISER.advise(training(), Budgets(device_bytes=FLOOR - 1)).answers[0]
     assert below.fit == "no plan exists" and "too small" in below.reason
     nowhere = Budgets(device_bytes=FLOOR, host_bytes=MIB, storage_bytes=MIB)
     without_groups = training().model_copy(update={"recompute": ()})
-    full = by_case(advise(without_groups, nowhere, settings=SETTINGS))["as asked"]
+    full = by_case(ADVISER.advise(without_groups, nowhere))["as asked"]
     assert full.fit == "none was found" and full.reason
 
 
@@ -153,17 +153,17 @@ def of_sizes(lowest: int = 2, highest: int = 8) -> planner.Trace:
 def test_a_step_is_divided_by_one_trace_of_many_sizes_and_by_several_traces() -> None:
     geometry = [
         (each.geometry.microbatch, each.geometry.passes, each.geometry.order)
-        for each in advise_geometry([of_sizes()], TIGHT, step=8000, settings=SETTINGS).answers
+        for each in ADVISER.divide([of_sizes()], TIGHT, step=8000).answers
         if each.geometry is not None
     ]
     both = ("pass by pass", "layer by layer")
     assert {*geometry} == {(size * 1000, 8 // size, order) for size in (4, 2) for order in both} | {(8000, 1, both[0])}
     one = training().rebuilt(work=Work(samples=1), name="one")
-    found = advise_geometry([of_sizes(), one], TIGHT, step=11, unit="samples", settings=SETTINGS)
+    found = ADVISER.divide([of_sizes(), one], TIGHT, step=11, unit="samples")
     assert found.trace_name == "training, one"
     assert {each.what for each in found.answers} == {"11 x 1 samples, pass by pass", "11 x 1 samples, layer by layer"}
     with pytest.raises(planner.OptionsError, match=r"a step of 8,500 tokens is no multiple .* 8,000 \(training\)"):
-        advise_geometry([of_sizes()], TIGHT, step=8500, settings=SETTINGS)
+        ADVISER.divide([of_sizes()], TIGHT, step=8500)
 
 
 def test_the_command_finds_the_geometry(run: RunCommand, tmp_path: Path) -> None:

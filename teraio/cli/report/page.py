@@ -10,20 +10,10 @@ from importlib import resources
 from planner.schema import printable
 from planner.simulator import STAGES
 from teraio.advice import what_holds_up
+from teraio.cli import output
 from teraio.cli.lengths import lengths_table
-from teraio.cli.output import (
-    Column,
-    Data,
-    Table,
-    cell,
-    exact_bytes,
-    format_bytes,
-    format_seconds,
-    in_asked_unit,
-    rates,
-    share,
-)
-from teraio.cli.replay_summary import links_table
+from teraio.cli.output import Column, Data, Table, exact_bytes, format_bytes, format_seconds, share
+from teraio.cli.plan_summary import links_table
 from teraio.cli.report.palette import KINDS, PHASES, STALL, style
 from teraio.cli.sweeping import sweep_table
 
@@ -121,7 +111,7 @@ def _section(name: str, title: str, told: str, table: Table, above: str = "") ->
         classes.append(look)
         head.append(f'<th scope="col" class="{look}">{_text(label)}</th>')
     body = "\n".join(
-        "<tr>" + "".join(map(_cell, classes, (cell(row, column) for column in table.columns.values()))) + "</tr>"
+        "<tr>" + "".join(map(_cell, classes, (output.cell(row, column) for column in table.columns.values()))) + "</tr>"
         for row in table.rows
     )
     shown = f"<table><thead><tr>{''.join(head)}</tr></thead><tbody>\n{body}</tbody></table>"
@@ -178,9 +168,9 @@ def _cards(report: Data) -> str:
     predicted, facts, budgets = report["predicted"], report["facts"], report["budgets"]
     needs = f"{format_bytes(facts['floor_bytes'])} at least, {format_bytes(facts['peak_bytes'])} if nothing moves"
     limits = {tier: budgets[f"{tier}_bytes"] for tier in ("host", "storage")}
-    below = ", ".join(f"{tier} {'no limit' if size is None else in_asked_unit(size)}" for tier, size in limits.items())
+    below = ", ".join(f"{tier} {'no limit' if size is None else output.in_asked_unit(size)}" for tier, size in limits.items())
     below = f"budgets: {below}" + (f"; on the host: {report['host_updates']} of the updates" if report["host_updates"] else "")
-    cards = {"device budget": (in_asked_unit(budgets["device_bytes"]), needs)}
+    cards = {"device budget": (output.in_asked_unit(budgets["device_bytes"]), needs)}
     if predicted is None:
         cards["moves"] = (f"{report['moves']:,}", below)
     else:
@@ -194,7 +184,7 @@ def _cards(report: Data) -> str:
             "moved": (format_bytes(sum(predicted["moved_bytes"].values())), f"{moves}; {written}"),
             "below the device": (format_bytes(sum(predicted["peak_bytes"].get(tier, 0) for tier in limits)), below),
         }
-        done = list(rates(seconds, facts["work"]).items())
+        done = list(output.rates(seconds, facts["work"]).items())
         bound = predicted["lower_bound_seconds"]
         name, figure = done[0] if done else ("no plan is faster than", format_seconds(bound) if bound else "not known")
         cards[name] = (figure, ", ".join(f"{other} {what}" for what, other in done[1:]))
@@ -242,10 +232,6 @@ def _critical(critical: Data) -> str:
     return _section("critical", "What holds it up", told, Table(columns=columns, rows=rows))
 
 
-def _time(row: Data) -> str:
-    return cell(row, "predicted.iteration_seconds") or "no plan"
-
-
 def _lengths(rows: Sequence[Data]) -> str:
     if not rows:
         return ""
@@ -263,6 +249,10 @@ def _sweep(sweep: Data | None) -> str:
         "Shaded: there is no plan, as below the floor. The ring is this plan."
     )
     table = sweep_table(sweep)
-    columns = {**table.columns, ">device budget": lambda point: exact_bytes(point["device_bytes"]), ">iteration": _time}
+    columns = {
+        **table.columns,
+        ">device budget": lambda point: exact_bytes(point["device_bytes"]),
+        ">iteration": lambda point: output.cell(point, "predicted.iteration_seconds") or "no plan",
+    }
     chart = '<div id="sweep-chart"></div>'
     return _section("sweep", "Time against budget", told, Table(columns=columns, rows=table.rows), above=chart)

@@ -230,5 +230,5 @@ def test_a_call_that_fails_holds_nothing(budget_bytes: int | None) -> None:
         raise RuntimeError("the other rank is gone")
 
     with pytest.raises(RuntimeError if budget_bytes is None else StorageError), calls.region("a call", 1):
-        calls.stage("forward/gather", fail, read=[read])
+        calls.observer.run_stage("forward/gather", fail, phase="forward", read=[read], collective=True)
     assert not read.pins and not recorder.iteration_ends().complete

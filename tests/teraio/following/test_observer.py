@@ -14,7 +14,7 @@ from runtime.device import CpuDevice, WallMark
 from runtime.execution import SizedGraph, StageRerun
 from runtime.paging import Block
 from teraio.following import StageSchedule
-from teraio.following.thinned import ThinnedPlans
+from teraio.following.schedule import ThinnedPlans
 from teraio.profiling import Iteration, Profile, Region, recorder
 
 from ...planner.traces import hand, varying

@@ -328,8 +328,8 @@ class Planned:
 ONE, OTHER = object(), object()
 
 
-def cut(members: Sequence[Planned], largest_bytes: int, **sizes: int) -> tuple[UpdateStage, ...]:
-    return cut_updates(members, largest_bytes, **sizes)  # type: ignore[arg-type]
+def cut(members: Sequence[Planned], largest_bytes: int) -> tuple[UpdateStage, ...]:
+    return cut_updates(members, largest_bytes)  # type: ignore[arg-type]
 
 
 @given(

@@ -102,8 +102,9 @@ def test_cancelling_leaves_no_process_and_no_file(
     refusal(work)
 
 
-def test_a_solver_that_does_not_come_back(replaced_by: Replace) -> None:
-    (started, work) = replaced_by(SLEEPS), job(time_limit_seconds=0.1, grace_seconds=0.2)
+def test_a_solver_that_does_not_come_back(replaced_by: Replace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "_GRACE_SECONDS", 0.2)
+    (started, work) = replaced_by(SLEEPS), job(time_limit_seconds=0.1)
     assert "solver_time_limit" in refusal(work) and started[0].poll() is not None
 
 
@@ -161,7 +162,7 @@ def test_a_plan_is_taken_once_with_the_trace_that_it_is_for(rig: Rig) -> None:
     rig.jobs.started[0].done = True
     assert rig.background.busy and rig.background.wait(0.0)
     made = rig.background.take()
-    assert made is not None and made.trace is rig.trace and made.plan == plan_for(rig.trace, (6, 6))
+    assert made is not None and made[0] is rig.trace and made[1] == plan_for(rig.trace, (6, 6))
     assert not rig.background.busy and rig.background.take() is None
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import planner
 from planner import Budgets, Trace
-from teraio.planning import rank_plan
+from teraio.planning import background
 from teraio.ranks import RankGroup, RankPlace
 
 from ..traces import CHAIN
@@ -24,7 +24,7 @@ class Rank:
         place = RankPlace(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
         self.started, self.ready = False, None
         self.trace = trace
-        self.plan = rank_plan.RankPlan(
+        self.plan = background.RankPlan(
             RankGroup(store, place, timeout_seconds=timeout_seconds),
             trace,
             BUDGETS,

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import flop_registry
 
-from teraio.stages import CutPolicy, StageCompiler, cost, cut, gpu_speed, operator_kernel, operators, sizes, speed_of
+from teraio.stages import CutPolicy, StageCompiler, cost, cut, gpu_speed, operator_kernel, operators, speed_of
 
 from .graphs import (
     FINE,
@@ -160,7 +160,7 @@ def test_batch_norm_of_any_size(index: int) -> None:
     changed = captured.fresh()
     if index == 0:
         assert cut.can_cut(changed.graph), "or this test shows nothing"
-    sizes.compute_sizes(changed.graph)
+    operators.compute_sizes(changed.graph)
     changed.graph.lint()
     assert cut.can_cut(changed.graph) is None and not any(map(operators.is_read_off, changed.graph.nodes))
     for arguments, expected in zip(captured.arguments, captured.results, strict=True):
