@@ -101,12 +101,11 @@ def _together(name: str, members: Sequence[HostUpdateWindows]) -> HostUpdateWind
 class RerunClass:
     """Groups (ids) whose blocks have the same windows, and sizes and times in the same proportions.
 
-    `spans`: those in which one of them may run again, over the iteration's end perhaps. `seconds`: at most those of all their
-    re-runs.
+    `spans`: those in which one of them may run again. `seconds`: at most those of all their re-runs.
     """
 
     groups: tuple[int, ...]
-    spans: range
+    spans: frozenset[int]
     seconds: float
 
 
@@ -122,11 +121,11 @@ def rerun_classes(problem: Problem, instants: Instants, *, apart: bool, unit_sec
     for groups in found.values():
         sizes = [made_bytes(problem.source, group) for group in groups]
         per_byte = min(group.duration_seconds / size for group, size in zip(groups, sizes, strict=True))
-        spans = [_spans(problem.source, instants, group, latest[group.id]) for group in groups]
+        spans = (_spans(problem.source, instants, group, latest[group.id]) for group in groups)
         classes.append(
             RerunClass(
                 groups=tuple(group.id for group in groups),
-                spans=range(min(each.start for each in spans), max(each.stop for each in spans)),
+                spans=frozenset(instants.like(k) for each in spans for k in each),
                 seconds=per_byte * sum(sizes) / unit_seconds,
             )
         )
@@ -174,16 +173,18 @@ def recreatable_bytes(problem: Problem, periods: Iterable[InactivePeriod]) -> in
 
 def _rerun_likeness(trace: Trace, instants: Instants, group: RecomputeGroup) -> tuple[object, ...]:
     """Equal for groups whose blocks fall into the same classes, each with the same share of the group's bytes."""
+
+    def ends_by(stage: int) -> int:
+        return instants.like(instants.start_of(stage) - 1)
+
     size = made_bytes(trace, group)
     blocks = []
     for number in group.blocks:
         block = trace.blocks[number]
         uses = tuple(
-            (instants.end_of(use), instants.start_of(use), use in block.writes, use + 1 in block.uses) for use in block.uses
+            (instants.like(instants.end_of(use)), ends_by(use), use in block.writes, use + 1 in block.uses) for use in block.uses
         )
-        dies = (
-            None if block.dies_after is None else (instants.start_of(block.dies_after + 1), block.dies_after - block.uses[-1] > 1)
-        )
+        dies = None if block.dies_after is None else (ends_by(block.dies_after + 1), block.dies_after - block.uses[-1] > 1)
         blocks.append((uses, str(dies), round(block.size_bytes / size, 9)))
     # Their times need only be close, since the least of them counts.
     return (*sorted(blocks), f"{group.duration_seconds / size:.1e}")

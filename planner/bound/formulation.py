@@ -51,6 +51,10 @@ class BoundModel:
         """Add a share in [0, 1]. `whole`: it is 0 or 1 where the model is one of whole blocks."""
         return self.program.variable(whole=whole and self.whole)
 
+    def times(self, window: CopyWindow, position: int) -> int:
+        """Return how often an instant at a position of `inside` counts for a window."""
+        return max(len(same) for same in self.instants.alike) if position in window.passes else window.count
+
     def share(self, size_bytes: int) -> float:
         """Return what so many bytes count in the rows of memory and places."""
         return size_bytes / self.problem.byte_scale
@@ -58,9 +62,10 @@ class BoundModel:
 
 @dataclass(slots=True, kw_only=True)
 class CopyVariables:
-    """Variables of one class, window and tier. `out[i]` and `into[i]` are for instant `window.begin` + 1 + i.
+    """Variables of one class, window and tier. `out[i]` and `into[i]` are for instant `window.inside[i]`.
 
-    `found`: d.
+    `found`: d. Where the window holds all passes that repeat, the steps in one pass are those of all of them together: what is
+    done by an instant there lies between what is done before and after these passes.
     """
 
     block_class: CopyClass
@@ -81,9 +86,10 @@ class CopyVariables:
         return self.left(len(self.out) - 1) if self.out else self.left(0)
 
 
-def add_use(model: BoundModel, block_class: CopyClass, link: Link, span: int, step: Terms) -> None:
+def add_use(model: BoundModel, block_class: CopyClass, link: Link, window: CopyWindow, position: int, step: Terms) -> None:
     """Add a step of a copy to the rows of its link and of the rates that the link shares."""
-    model.time.add(link.name, span, step, seconds=_seconds(block_class, link), size_bytes=block_class.size_bytes)
+    size, seconds = block_class.size_bytes * window.count, _seconds(block_class, link) * window.count
+    model.time.add(link.name, window.spans[position], step, seconds=seconds, size_bytes=size)
 
 
 def _seconds(block_class: CopyClass, link: Link) -> float:
@@ -95,8 +101,7 @@ def add_reruns(model: BoundModel, classes: Sequence[RerunClass]) -> None:
     """Add R: Σ_k R_{c,k} ≤ 1, and Σ_c d_c R_{c,k} ≤ δ_k, since re-runs take time beyond the stages."""
     taken: dict[int, Terms] = defaultdict(list)
     for each in classes:
-        spans = {k % len(model.instants) for k in each.spans}
-        shares = {k: model.variable(whole=True) for k in sorted(spans) if model.stall[k] is not None}
+        shares = {k: model.variable(whole=True) for k in sorted(each.spans) if model.stall[k] is not None}
         model.again.append(shares)
         if len(shares) > 1:
             model.program.at_most([(share, 1.0) for share in shares.values()], 1)
@@ -117,15 +122,20 @@ def add_updates(model: BoundModel) -> None:
         model.time.add_update(update)
         for row in model.places["host"]:
             row.append((update.chosen, update.windows.host_bytes / scale))
-    add_chains(model.program, model.updates, model.stall, model.instants.span_seconds)
+    stalls = [model.stall[model.instants.like(k)] for k in range(len(model.instants))]
+    add_chains(model.program, model.updates, stalls, model.instants.span_seconds)
 
 
 def add_memory(model: BoundModel) -> None:
-    """live_k − Σ size · absent_k ≤ budget, at instants where live_k exceeds the budget."""
-    budget = model.problem.budgets.device_bytes
-    for live, row in zip(model.instants.live_bytes, model.memory, strict=True):
-        if live > budget:
-            model.program.at_least(row, model.share(live - budget))
+    """live_k − Σ size · absent_k ≤ budget, at instants where live_k exceeds the budget. Like instants are added up."""
+    over = model.instants.over(model.problem.budgets.device_bytes)
+    for same in model.instants.alike:
+        if same[0] in over:
+            model.program.at_least(_together(model.memory, same), model.share(over[same[0]]))
+
+
+def _together(rows: Sequence[Terms], same: range) -> Terms:
+    return [term for k in same for term in rows[k]]
 
 
 def add_places(model: BoundModel) -> None:
@@ -134,9 +144,10 @@ def add_places(model: BoundModel) -> None:
     A copy has its place from its start until the block dies. Blocks of updates on the host have theirs for good.
     """
     for route in model.problem.routes:
-        for row in model.places[route.tier]:
+        for same in model.instants.alike:
+            row = _together(model.places[route.tier], same)
             if row and route.budget_bytes is not None:
-                model.program.at_most(row, model.share(route.budget_bytes))
+                model.program.at_most(row, len(same) * model.share(route.budget_bytes))
 
 
 def add_link_time(model: BoundModel) -> None:
@@ -148,10 +159,12 @@ def add_link_time(model: BoundModel) -> None:
     for update in model.updates:
         saved[update.windows.span].append((update.chosen, update.windows.device_seconds))
     for rows in model.time.named.values():
-        for k, (row, seconds, stall) in enumerate(zip(rows, model.instants.span_seconds, model.stall, strict=True)):
+        for same in model.instants.alike:
+            row, stall = _together(rows, same), model.stall[same[0]]
             if row:
                 wait: Terms = [] if stall is None else [(stall, -1.0)]
-                model.program.at_most([*row, *saved[k], *wait], seconds)
+                less = [term for k in same for term in saved[k]]
+                model.program.at_most([*row, *less, *wait], sum(model.instants.span_seconds[k] for k in same))
 
 
 def build_bound(
@@ -173,10 +186,12 @@ def build_bound(
         program=program,
         instants=instants,
         whole=whole,
-        stall=[program.variable(inf) if can else None for can in instants.can_stall],
+        stall=[None] * len(instants),
         memory=[[] for _ in instants.positions],
         time=TimeRows(problem, len(instants)),
     )
+    for same in instants.alike:
+        model.stall[same[0]] = program.variable(inf) if instants.can_stall[same[0]] else None
     for route in problem.routes:
         model.places[route.tier] = [[] for _ in instants.positions]
     model.updates = [
@@ -208,38 +223,32 @@ def _add_class(model: BoundModel, block_class: CopyClass) -> None:
     final = len(block_class.windows) - 1
     for rank, window in enumerate(block_class.windows):
         waiting: Terms = []
-        absent = {k: list(terms) for k, terms in _made_anew(model, block_class, window).items()}
+        absent = _made_anew(model, block_class, window)
         for route in model.problem.routes:
             if window.adjacent:
-                made[route.tier].append((_add_adjacent(model, block_class, window, route), 1.0))
+                made[route.tier].append((_add_adjacent(model, block_class, window, route), float(window.count)))
                 continue
             copies = _copies(model, block_class, window, route, first=rank == 0, last=rank == final)
             _add_order(model, copies, made[route.tier])
             _add_shares(model, copies, absent)
-            around = rank in block_class.around_update and not window.visited
+            around = window.around_update and not window.visited
             _add_place(model, copies, kept, chosen, around=around)
             waiting += copies.waiting
-            made[route.tier] += [(variable, 1.0) for variable in copies.out[-1:]]
+            made[route.tier] += [(variable, float(window.count)) for variable in copies.out[-1:]]
         _add_absent(model, block_class, window, absent)
-        own = chosen if rank in block_class.around_update else []
+        own = chosen if window.around_update else []
         if window.visited:
             continue  # between the uses by stages that run again, the block may wait in several tiers
         if waiting and (len(waiting) > 1 or own):
             model.program.at_most([*waiting, *own], 1)
 
 
-def _made_anew(model: BoundModel, block_class: CopyClass, window: CopyWindow) -> dict[int, Terms]:
+def _made_anew(model: BoundModel, block_class: CopyClass, window: CopyWindow) -> list[Terms]:
     """Σ R_c over the spans of the window from k on, by instant k inside it: the share that is absent until it is made anew."""
-    anew: dict[int, Terms] = {k: [] for k in window.inside}
     if block_class.rerun is None or (window.final and not window.visited):
-        return anew
-    shares, count = model.again[block_class.rerun], len(model.instants)
-    later: Terms = []
-    for k in reversed(window.inside):
-        if k % count in shares:
-            later = [(shares[k % count], 1.0), *later]
-        anew[k] = later
-    return anew
+        return [[] for _ in window.inside]
+    shares = model.again[block_class.rerun]
+    return [[(shares[later], 1.0) for later in window.inside[n:] if later in shares] for n in range(len(window.inside))]
 
 
 def _add_kept(model: BoundModel, block_class: CopyClass) -> Variable:
@@ -254,13 +263,13 @@ def _copies(
     model: BoundModel, block_class: CopyClass, window: CopyWindow, route: Route, *, first: bool, last: bool
 ) -> CopyVariables:
     # A copy out that ends after the last instant inside the window helps later windows only.
-    ends = [] if block_class.read_only else [*window.inside] + ([] if last else [window.end])
+    wholes = [] if block_class.read_only else [False for _ in window.inside] + ([] if last else [True])
     return CopyVariables(
         block_class=block_class,
         window=window,
         route=route,
-        found=model.variable(whole=True) if block_class.read_only or not first else None,
-        out=[model.variable(whole=k == window.end) for k in ends],
+        found=model.variable(whole=True) if block_class.read_only or not first or window.count > 1 else None,
+        out=[model.variable(whole=whole) for whole in wholes],
         into=[] if window.final else [model.variable() for _ in window.inside],
     )
 
@@ -268,57 +277,59 @@ def _copies(
 def _add_adjacent(model: BoundModel, block_class: CopyClass, window: CopyWindow, route: Route) -> Variable:
     """(seconds out + seconds in) · g ≤ δ: the copies follow one another, and the next stage waits for both."""
     made = model.variable(whole=True)
-    span = window.begin % len(model.instants)
+    span = window.spans[0]
     stall = model.stall[span]
     assert stall is not None  # a span between two stages can stall
     smallest = block_class.smallest_bytes
     both = route.outward.seconds(smallest) + route.inward.seconds(smallest)
     model.program.at_most([(made, both), (stall, -1.0)], 0)
     for link in (route.outward, route.inward):
-        add_use(model, block_class, link, span, [(made, 1.0)])
+        add_use(model, block_class, link, window, 0, [(made, 1.0)])
     return made
 
 
 def _add_order(model: BoundModel, copies: CopyVariables, made: Terms) -> None:
-    """O and I ascend; I ≤ d + O_end; d ≤ Σ O_end + g over the earlier windows (`made`), except for read_only blocks."""
+    """O and I ascend; I ≤ d + O_end; d ≤ Σ O_end + g over the earlier windows (`made`), except for read_only blocks, and
+    for windows that repeat."""
     for variables in (copies.out, copies.into):
         for before, after in zip(variables, variables[1:], strict=False):
             model.program.at_least([(after, 1.0), (before, -1.0)], 0)
     if copies.into:
         model.program.at_least([*copies.waiting, (copies.into[-1], -1.0)], 0)
-    if copies.found is not None and not copies.block_class.read_only:
+    if copies.found is not None and not copies.block_class.read_only and copies.window.count == 1:
         minus = [(variable, -factor) for variable, factor in made]
         model.program.at_most([(copies.found, 1.0), *minus], 0)
 
 
-def _add_absent(model: BoundModel, block_class: CopyClass, window: CopyWindow, absent: dict[int, Terms]) -> None:
+def _add_absent(model: BoundModel, block_class: CopyClass, window: CopyWindow, absent: list[Terms]) -> None:
     """Add what is absent to the memory rows. At most all of the block: e_k ≤ 1, where several things may make it absent."""
-    count, share = len(model.instants), model.share(block_class.size_bytes)
     several = block_class.rerun is not None or (window.visited and len(model.problem.routes) > 1)
-    for k, terms in absent.items():
+    for position, (k, terms) in enumerate(zip(window.inside, absent, strict=True)):
         if several and terms:
             most = model.variable()
             model.program.at_least([*terms, (most, -1.0)], 0)
             terms = [(most, 1.0)]
-        model.memory[k % count] += [(variable, factor * share) for variable, factor in terms]
+        share = model.share(block_class.size_bytes) * model.times(window, position)
+        model.memory[k] += [(variable, factor * share) for variable, factor in terms]
 
 
-def _add_shares(model: BoundModel, copies: CopyVariables, gone: dict[int, Terms]) -> None:
+def _add_shares(model: BoundModel, copies: CopyVariables, gone: list[Terms]) -> None:
     """Add d + O_k − I_k (with whole blocks: a_k, at most that) to `gone`, and the steps of O and I to the rows."""
     window = copies.window
-    for position, k in enumerate(window.inside):
-        absent = [*copies.left(position), *((variable, -1.0) for variable in copies.into[position:][:1])]
+    for position, terms in enumerate(gone):
+        before, after = (window.passes[0], window.passes.stop) if position in window.passes else (position, position)
+        absent = [*copies.left(min(after, len(copies.out) - 1)), *((variable, -1.0) for variable in copies.into[before:][:1])]
         if model.whole:
             away = model.variable(whole=True)
             model.program.at_least([*absent, (away, -1.0)], 0)
             absent = [(away, 1.0)]
-        gone[k] += absent
+        terms += absent
     for position, step in steps(copies.out):
-        add_use(model, copies.block_class, copies.route.outward, window.begin + position, step)
+        add_use(model, copies.block_class, copies.route.outward, window, position, step)
     if not window.final:
         last = [*copies.waiting, *((variable, -1.0) for variable in copies.into[-1:])]
         for position, step in (*steps(copies.into), (len(copies.into), last)):
-            add_use(model, copies.block_class, copies.route.inward, window.begin + position, step)
+            add_use(model, copies.block_class, copies.route.inward, window, position, step)
 
 
 def _add_place(model: BoundModel, copies: CopyVariables, kept: Variable | None, chosen: Terms, *, around: bool) -> None:
@@ -333,6 +344,8 @@ def _add_place(model: BoundModel, copies: CopyVariables, kept: Variable | None, 
         if not around:
             return
     share = model.share(copies.block_class.size_bytes)
-    for position, k in enumerate(copies.window.inside):
-        row = model.places[copies.route.tier][k % len(model.instants)]
-        row += [(variable, share) for variable, _ in copies.left(position)]
+    window = copies.window
+    for position, k in enumerate(window.inside):
+        first = window.passes[0] if position in window.passes else position
+        times = model.times(window, position)
+        model.places[copies.route.tier][k] += [(variable, share * times) for variable, _ in copies.left(first)]

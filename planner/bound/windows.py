@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import ClassVar
 
-from planner.problem import InactivePeriod, Problem
+from planner.problem import InactivePeriod, Problem, Repeats
 
 _TURN_WEIGHT = 10.0
 
@@ -20,7 +20,8 @@ class Instants:
 
     Instants are numbered on over the iteration's end. Span k lies between instants k and k + 1; the last span ends at the next
     iteration's first instant. `span_seconds[k]`: seconds of stages in span k. `can_stall[k]`: false where the span is the run of
-    one stage. `live_bytes[k]`: device bytes at instant k if nothing ever leaves the device.
+    one stage. `live_bytes[k]`: device bytes at instant k if nothing ever leaves the device. `alike`: the instants whose rows are
+    added up; where passes repeat, those at the same place of each. `first_alike[k]`: the first of those like k.
     """
 
     at_instants: ClassVar[bool] = True
@@ -30,10 +31,12 @@ class Instants:
     span_seconds: tuple[float, ...]
     can_stall: tuple[bool, ...]
     live_bytes: tuple[int, ...]
+    alike: tuple[range, ...]
+    first_alike: tuple[int, ...]
 
     @classmethod
-    def of(cls, problem: Problem, most: int) -> Instants:
-        """Choose at most `most` (at least one) of the iteration's instants.
+    def of(cls, problem: Problem, most: int, repeats: Repeats | None = None) -> Instants:
+        """Choose at most `most` (at least one) of the iteration's instants; of passes that repeat, those of one of them count.
 
         The choice does not depend on the budget. The choice for a smaller `most` is a subset of the choice for a larger one.
         """
@@ -41,23 +44,45 @@ class Instants:
         ends = list(accumulate(stage.duration_seconds for stage in stages))
         times = [time for start, end in zip([0.0, *ends[:-1]], ends, strict=True) for time in (start, end)]
         live = [bytes_ for bytes_ in problem.live_bytes for _ in (0, 1)]
-        kept = _keep(times, live, ends[-1], max(most, 1))
+        once, others = range(0), range(0)  # the first of the passes that repeat, and the rest of them
+        if repeats is not None:
+            once = range(2 * repeats.first, 2 * (repeats.first + repeats.length))
+            others = range(once.stop, 2 * repeats.end)
+        left = [position for position in range(len(times)) if position not in others]
+        waits = [0.0] * len(stages) if repeats is None else _copy_seconds(problem)
+        seconds = [waits[(p // 2 + 1) % len(stages)] if p % 2 else stages[p // 2].duration_seconds for p in left]
+        chosen = [left[n] for n in _keep(seconds, [live[p] for p in left], max(most, 1))]
+        copies = [range(p, others.stop if p in once else p + 1, max(len(once), 1)) for p in chosen]
+        kept = sorted(position for same in copies for position in same)
         count = len(kept)
         spans = []
         for number, position in enumerate(kept):
             later = times[kept[number + 1]] if number + 1 < count else ends[-1] + times[kept[0]]
             spans.append(later - times[position])
         runs = [p % 2 == 0 and number + 1 < count and kept[number + 1] == p + 1 for number, p in enumerate(kept)]
+        step = max(sum(p in once for p in chosen), 1)
+        alike = tuple(range(kept.index(same[0]), kept.index(same[-1]) + 1, step) for same in copies)
         return cls(
             positions=tuple(kept),
             stage_count=len(stages),
             span_seconds=tuple(spans),
             can_stall=tuple(not run for run in runs),
             live_bytes=tuple(live[position] for position in kept),
+            alike=alike,
+            first_alike=tuple(same[0] for k in range(count) for same in alike if k in same),
         )
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    def like(self, instant: int) -> int:
+        """Return the instant that stands for this one and those like it; the same for the spans that begin there."""
+        return self.first_alike[instant % len(self)]
+
+    def over(self, budget: int) -> dict[int, int]:
+        """Return by how many bytes instants exceed the budget, those alike together, as far as they do."""
+        found = {same[0]: sum(self.live_bytes[k] - budget for k in same) for same in self.alike}
+        return {k: bytes_ for k, bytes_ in found.items() if bytes_ > 0}
 
     def span_of(self, stage: int) -> int:
         """Return the span in which the stage starts."""
@@ -82,12 +107,22 @@ class Instants:
         return turns * len(self) + bisect_right(self.positions, rest) - 1
 
 
-def _keep(times: list[float], live: list[int], total: float, most: int) -> list[int]:
+def _copy_seconds(problem: Problem) -> list[float]:
+    """By stage, the seconds in which all that it uses after a pause comes in."""
+    seconds = [0.0] * problem.stage_count
+    for period in problem.periods:
+        if not period.final:
+            seconds[period.before % len(seconds)] += problem.routes[0].inward.seconds(period.size_bytes)
+    return seconds
+
+
+def _keep(seconds: list[float], live: list[int], most: int) -> list[int]:
     """Remove one position after another, always the least useful one, until `most` are left.
 
-    A position is useful for how it divides the time around it, and above all for how far the memory there rises above or falls
-    below that of its neighbours.
+    A position is useful for how it divides the `seconds` around it, and above all for how far the memory there rises above or
+    falls below that of its neighbours.
     """
+    *times, total = accumulate(seconds, initial=0.0)
     kept = list(range(len(times)))
     most_live = max(*live, 1)
 
@@ -110,23 +145,27 @@ def _keep(times: list[float], live: list[int], total: float, most: int) -> list[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyWindow:
-    """The time between two consecutive uses, in instants: copies run in spans `begin` … `end` − 1.
+    """The time between two consecutive uses: the `spans` in which copies run.
 
-    The block can be absent at instants `begin` + 1 … `end` − 1. `adjacent`: the uses are in neighbouring stages, so the window
+    Spans and instants are those that stand for others like them. `adjacent`: the uses are in neighbouring stages, so the window
     is one span with at most a stall. `final`: the time from the last use to the block's death; nothing comes in. `visited`: a
-    stage that runs again may use the block in between.
+    stage that runs again may use the block in between. `around_update`: it begins or ends with the stage of an update that may
+    run on the host. `passes`: the positions in `inside` of instants that stand for all passes that repeat, where the window holds
+    all of these. `count`: such windows between two writes of a block, which are taken together.
     """
 
-    begin: int
-    end: int
+    spans: tuple[int, ...]
     adjacent: bool
     final: bool = False
     visited: bool = False
+    around_update: bool = False
+    passes: range = range(0)
+    count: int = 1
 
     @property
-    def inside(self) -> range:
-        """Instants at which the block can be absent."""
-        return range(self.begin + 1, self.end)
+    def inside(self) -> tuple[int, ...]:
+        """Instants at which the block can be absent: between two spans."""
+        return self.spans[1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,15 +173,13 @@ class CopyClass:
     """Blocks that have the same windows between two writes; the windows are in the order of rank.
 
     `size_bytes`: of all members together. `read_only`: a valid copy is always in the lower tier. `update`: number of the class
-    of updates that may run on the host, if the members belong to one; `around_update`: the windows that begin or end with its
-    stage. `persistent`: the members exist all the time. `rerun`: number of the class of recompute groups that makes them.
-    `only`: the one member (a block), if blocks are kept apart.
+    of updates that may run on the host, if the members belong to one. `persistent`: the members exist all the time. `rerun`:
+    number of the class of recompute groups that makes them. `only`: the one member (a block), if blocks are kept apart.
     """
 
     windows: tuple[CopyWindow, ...]
     read_only: bool
     update: int | None
-    around_update: frozenset[int]
     persistent: bool
     rerun: int | None
     only: int | None
@@ -168,8 +205,7 @@ def copy_classes(
     A window helps if the block can be absent at an instant that exceeds the budget, or if a copy made in it is still valid in a
     later window that helps.
     """
-    budget = problem.budgets.device_bytes
-    tight = [live > budget for live in instants.live_bytes]
+    tight = instants.over(problem.budgets.device_bytes)
     stretches: dict[tuple[int, int], list[InactivePeriod]] = {}
     for period in problem.periods:
         stretches.setdefault((period.block, period.epoch), []).append(period)
@@ -184,16 +220,15 @@ def copy_classes(
     for periods in stretches.values():
         block, read_only = periods[0].block, periods[0].read_only
         update, stage = owner.get(block, (None, None))
-        windows, around = _windows(problem, periods, instants, stage, visits.get(block, ()))
-        helpful = [number for number, w in enumerate(windows) if any(tight[k % len(tight)] for k in w.inside)]
+        windows = _windows(problem, periods, instants, stage, visits.get(block, ()))
+        helpful = [number for number, w in enumerate(windows) if any(k in tight for k in w.inside)]
         # The windows of a read_only block are independent of one another.
         runs = [windows[n : n + 1] for n in helpful] if read_only else [windows[: n + 1] for n in helpful[-1:]]
         for run in runs:
             alike = CopyClass(
-                windows=tuple(run),
+                windows=tuple(run if len(instants.alike) == len(instants) else _counted(run)),
                 read_only=read_only,
                 update=update,
-                around_update=around.intersection(range(len(run))),
                 persistent=problem.trace.blocks[block].persistent,
                 rerun=made_by.get(block),
                 only=block if apart else None,
@@ -207,16 +242,13 @@ def copy_classes(
 
 def _windows(
     problem: Problem, periods: list[InactivePeriod], instants: Instants, update_stage: int | None, visits: Sequence[range]
-) -> tuple[list[CopyWindow], frozenset[int]]:
-    """All windows of a stretch, from its first to the last of `periods`, by rank, adjacent uses included. And the ranks of those
-    that begin or end with `update_stage`.
-    """
+) -> list[CopyWindow]:
+    """All windows of a stretch, from its first to the last of `periods`, by rank, adjacent uses included."""
     last = max(periods, key=lambda period: period.rank)
     stages = problem.stage_count
     uses = problem.trace.blocks[last.block].uses
     position = uses.index(last.after)
     windows: list[CopyWindow] = []
-    around: set[int] = set()
     for back in range(last.rank, -1, -1):
         turns, number = divmod(position - back, len(uses))
         after = uses[number] + turns * stages
@@ -225,18 +257,33 @@ def _windows(
         final = last.final and back == 0
         if final:
             before = last.before
-        begin, end = instants.end_of(after), instants.start_of(before)
+        spans, passes = _spans(instants, instants.end_of(after), instants.start_of(before))
         between = [range(after + 1 - turn, before + 1 - turn) for turn in (0, stages)]
-        turns, begin_in_turn = divmod(begin, len(instants))
         windows.append(
             CopyWindow(
-                begin=begin_in_turn,
-                end=end - turns * len(instants),
+                spans=spans,
+                passes=passes,
                 adjacent=before == after + 1,
                 final=final,
                 visited=any(max(p.start, b.start) < min(p.stop, b.stop) for p in visits for b in between),
+                around_update=update_stage in ((after,) if final else (after % stages, before % stages)),
             )
         )
-        if update_stage in ((after,) if final else (after % stages, before % stages)):
-            around.add(len(windows) - 1)
-    return windows, frozenset(around)
+    return windows
+
+
+def _counted(windows: Iterable[CopyWindow]) -> Iterator[CopyWindow]:
+    return (replace(window, count=count) for window, count in Counter(windows).items())
+
+
+def _spans(instants: Instants, begin: int, end: int) -> tuple[tuple[int, ...], range]:
+    """The spans `begin` … `end` − 1, those of passes that repeat only once if all of these are there; and `passes`."""
+    spans, passes = list(range(begin, end)), range(0)
+    many = [same for same in instants.alike if len(same) > 1]
+    if many:
+        for turn in range(begin // len(instants), end // len(instants) + 1):
+            first, last = (each + turn * len(instants) for each in (many[0][0], many[-1][-1]))
+            if begin < first and last + 1 < end:
+                passes = range(first - begin - 1, first - begin - 1 + len(many))
+                spans = [*range(begin, first + len(many)), *range(last + 1, end)]
+    return tuple(instants.like(k) for k in spans), passes

@@ -58,6 +58,6 @@ from planner.problem.recompute import (
     spelled_out,
     whole_layers,
 )
-from planner.problem.repeats import LaidOut, repeats_of
+from planner.problem.repeats import LaidOut, Repeats, repeats_of
 from planner.problem.shared_limits import SharedLimit, max_min_rates, of_equal_ranks
 from planner.problem.time_limit import out_of_time, seconds_left, time_limit

@@ -58,7 +58,7 @@ class Repeats:
             for number, group in enumerate(self.groups[each.group])
         ]
         group_of = {group.stage: group.id for group in self.trace.recompute}
-        for stages in (self.trace.stages[: self.first], self.trace.stages[self._end :]):
+        for stages in (self.trace.stages[: self.first], self.trace.stages[self.end :]):
             places = {(stage.phase, stage.name): stage.id for stage in stages}
             for each in chosen:
                 names = (self.once.stages[stage] for stage in (self.once.recompute[each.group].stage, each.at))
@@ -68,7 +68,8 @@ class Repeats:
         return tuple(sorted(found, key=lambda each: each.at))  # stable: re-runs at one place keep their order
 
     @property
-    def _end(self) -> int:
+    def end(self) -> int:
+        """The stage after these passes."""
         return self.first + self.times * self.length
 
 

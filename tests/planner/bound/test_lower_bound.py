@@ -11,7 +11,7 @@ import highspy
 import pytest
 from hypothesis import given
 
-from planner import Budgets, Trace, plan, simulate
+from planner import Budgets, Trace, floor, plan, simulate
 from planner.bound import lower_bound_seconds
 from planner.problem import Problem, live_bytes, user_stages
 from planner.schema import Stage
@@ -28,6 +28,7 @@ from ..traces import (
     hardware,
     layers,
     links,
+    microbatches,
     staged,
     subgroup,
     trace,
@@ -180,3 +181,24 @@ def test_where_the_solver_fails_the_simple_bound_stays(monkeypatch: pytest.Monke
     problem = Problem.of(hand("chain"), Budgets(device_bytes=10))
     monkeypatch.setattr(highspy.Highs, "getModelStatus", lambda solver: highspy.HighsModelStatus.kSolveError)
     assert lower_bound_seconds(problem) == problem.trace.ideal_seconds
+
+
+def test_added_up_passes_give_no_more_than_all_of_them_and_more_than_as_few_instants() -> None:
+    """With all instants, the rows are sums of those of the whole iteration. No plan is below, and few instants say much more."""
+    rng, tighter, count = random.Random(29), 0, by_profile(ci=4, long=150)
+    for number in range(count):
+        made = microbatches(rng.randint(4, 5), rng.randint(1, 2), rate=rng.choice([1.0, 3.0, 10.0]), user=rng.random() < 0.3)
+        made = made.rebuilt(
+            stages=tuple(stage.model_copy(update={"duration_seconds": rng.uniform(0.2, 3.0)}) for stage in made.stages)
+        )
+        least, peak = floor(made)[0], max(live_bytes(made))
+        problem = Problem.of(made, Budgets(device_bytes=rng.randint(least, peak - 1)))
+        few, most = lower_bound_seconds(problem, max_instants=12), 2 * len(made.stages)
+        folded = [few, *(lower_bound_seconds(problem, max_instants=each, max_whole=NOTHING_WHOLE) for each in (12, most))]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("planner.bound.lower_bound.repeats_of", lambda trace: None)
+            whole, of_few = (lower_bound_seconds(problem, max_instants=each) for each in (most, 12))
+        seconds = plan(made, problem.budgets).replayed.iteration_seconds
+        assert max(folded) <= min(whole, seconds) * (1 + 1e-6), number
+        tighter += few > of_few * 1.01
+    assert tighter >= count / 3
