@@ -42,6 +42,7 @@ def weights(training: Training) -> list[Tensor]:
 
 def files() -> dict[int, int]:
     """The bytes on drives and in memory files that open descriptors and mappings of spill files hold, by inode."""
+    gc.collect()  # what earlier tests have left is closed now, not later, when a new file could get the number of its inode
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
