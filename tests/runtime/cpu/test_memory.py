@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import random
 from collections.abc import Iterator
@@ -414,6 +415,7 @@ class Shuffle:
 
 
 def test_any_order(memory: CpuMemory, store: PosixStore) -> None:
+    gc.collect()  # what other tests have left would be freed meanwhile
     before = memory.allocated_bytes
     Shuffle(memory, store, 0).run(by_profile(ci=200, long=2000))
     assert memory.allocated_bytes == before
