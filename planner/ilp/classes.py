@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
 from planner.problem import Problem, RerunPlaces, made_bytes, stage_floors
 from planner.schema import Link, RecomputeGroup, Subgroup
-
-# What periods of one class have in common (a `ClassPeriod` without `indices`), and a period's position in `Problem.periods`.
-_Idle = tuple[tuple[int, int, int, int, bool], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,23 +148,36 @@ def classes_of(
     """
     rerun_of = rerun_of or {}
     owner = {block: subgroup.id for subgroup in subgroups for block in subgroup.blocks}
-    by_block: dict[int, list[_Idle]] = {}
+    by_block: dict[int, list[ClassPeriod]] = {}
     for index, period in enumerate(problem.periods):
         begin, end = grid.end_of(period.after), grid.start_of(period.before)
         if end - begin >= 2:
-            idle = (begin, end, period.epoch, period.rank, period.final)
-            by_block.setdefault(period.block, []).append((idle, index))
+            idle = ClassPeriod(begin, end, period.epoch, period.rank, period.final, indices=(index,))
+            by_block.setdefault(period.block, []).append(idle)
     groups: dict[tuple[object, ...], list[int]] = {}
-    for block_id, entries in by_block.items():
+    for block_id, periods in by_block.items():
         block = problem.trace.blocks[block_id]
-        shape = tuple(idle for idle, _ in entries)
+        shape = tuple(period._replace(indices=()) for period in periods)
         key = (owner.get(block_id), rerun_of.get(block_id), block.kind, block.persistent, not block.writes, shape)
         groups.setdefault(key, []).append(block_id)
     classes = []
-    for members in groups.values():
-        for chunk in _chunks(problem, members, largest_bytes):
-            made = _class(problem, chunk, by_block, grid)
-            classes.append(replace(made, subgroup=owner.get(chunk[0]), rerun=rerun_of.get(chunk[0])))
+    for chunk in (chunk for members in groups.values() for chunk in _chunks(problem, members, largest_bytes)):
+        blocks = [problem.trace.blocks[member] for member in chunk]
+        alike = zip(*(by_block[member] for member in chunk), strict=True)
+        classes.append(
+            BlockClass(
+                blocks=tuple(chunk),
+                size_bytes=sum(block.size_bytes for block in blocks),
+                read_only=blocks[0].persistent and not blocks[0].writes,
+                persistent=blocks[0].persistent,
+                user_visible=blocks[0].user_visible,
+                first_segment=min(grid.span_of(block.uses[0]) for block in blocks),
+                last_segment=max(grid.span_of(block.last_stage) for block in blocks),
+                periods=tuple(same[0]._replace(indices=tuple(each.indices[0] for each in same)) for same in alike),
+                subgroup=owner.get(chunk[0]),
+                rerun=rerun_of.get(chunk[0]),
+            )
+        )
     return tuple(classes)
 
 
@@ -182,23 +192,6 @@ def _chunks(problem: Problem, members: list[int], largest_bytes: int) -> list[li
         chunks[-1].append(member)
         filled += size
     return chunks
-
-
-def _class(problem: Problem, members: list[int], by_block: dict[int, list[_Idle]], grid: SegmentGrid) -> BlockClass:
-    blocks = [problem.trace.blocks[member] for member in members]
-    return BlockClass(
-        blocks=tuple(members),
-        size_bytes=sum(block.size_bytes for block in blocks),
-        read_only=blocks[0].persistent and not blocks[0].writes,
-        persistent=blocks[0].persistent,
-        user_visible=blocks[0].user_visible,
-        first_segment=min(grid.span_of(block.uses[0]) for block in blocks),
-        last_segment=max(grid.span_of(block.last_stage) for block in blocks),
-        periods=tuple(
-            ClassPeriod(*common, indices=tuple(by_block[member][position][1] for member in members))
-            for position, (common, _) in enumerate(by_block[members[0]])
-        ),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -224,41 +224,31 @@ def _complete(built: CoarseProgram, relaxed: CoarseSolution, settings: SolverSet
     whole = solve(built, relaxed=False, vertex=False, settings=settings, max_nodes=_MAX_NODES)
     bound, objective = relaxed.report.bound_seconds, whole.report.objective_seconds
     assert bound is not None and objective is not None  # the one was relaxed, the other not
-    gap = max(0.0, (objective - bound) / max(objective, 1e-12))
-    report = whole.report.model_copy(
-        update={
-            "status": "feasible",
-            "bound_seconds": bound,
-            "gap": gap,
-            "build_seconds": 0.0,  # the relaxed solution counts it
-        }
-    )
-    return replace(whole, report=report)
+    changed = {"status": "feasible", "bound_seconds": bound, "gap": max(0.0, (objective - bound) / max(objective, 1e-12))}
+    # The relaxed solution counts the time to build it.
+    return replace(whole, report=whole.report.model_copy(update={**changed, "build_seconds": 0.0}))
 
 
 def _chosen_tiers(model: CoarseModel, values: Sequence[float]) -> dict[int, WaitingTier]:
     """Read the tier of each period from a solution."""
-    shares: dict[tuple[int, ...], dict[WaitingTier, float]] = {}
-    spans: dict[tuple[int, ...], tuple[int, int, int]] = {}
-    for entry in model.periods:
-        value = values[entry.chosen]
-        if value > _ROUNDING:
-            shares.setdefault(entry.period.indices, {})[entry.route.tier] = value
-            spans[entry.period.indices] = (entry.period.begin, entry.period.end, entry.block_class.size_bytes)
+    found: list[tuple[tuple[int, int, int, tuple[int, ...]], dict[WaitingTier, float]]] = []
+    for entries in model.by_period():
+        shares = {entry.route.tier: values[entry.chosen] for entry in entries if values[entry.chosen] > _ROUNDING}
+        period, size = entries[0].period, entries[0].block_class.size_bytes
+        found += [((period.begin, period.end, size, period.indices), shares)] if shares else []
     tiers: dict[int, WaitingTier] = {}
     # Around any time each tier gets about as many bytes as in the solution: what rounding leaves is carried on.
     carried: dict[WaitingTier, float] = defaultdict(float)
-    for indices in sorted(shares, key=lambda indices: (spans[indices], indices)):
-        size = spans[indices][2]
-        best = max(shares[indices], key=lambda tier: shares[indices][tier] * size + carried[tier])
-        whole = max(shares[indices].values()) > 1 - _ROUNDING
-        if not whole:
-            for tier, share in shares[indices].items():
+    for (_, _, size, indices), shares in sorted(found, key=lambda each: each[0]):
+        best = max(shares, key=shares.__getitem__)
+        if shares[best] <= 1 - _ROUNDING:
+            for tier, share in shares.items():
                 carried[tier] += share * size
+            best = max(shares, key=carried.__getitem__)
             if carried[best] < size / 2:
                 continue
             carried[best] -= size
-        tiers.update(dict.fromkeys(indices, max(shares[indices], key=shares[indices].__getitem__) if whole else best))
+        tiers.update(dict.fromkeys(indices, best))
     return tiers
 
 

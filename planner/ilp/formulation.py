@@ -164,12 +164,9 @@ def _add_objective(model: CoarseModel, write_weight: float) -> None:
 
 def _add_one_tier_each(model: CoarseModel) -> None:
     """Σ_t y_{p,t} ≤ 1; if p is the period in which c runs again, Σ_t y_{p,t} + r_c ≤ 1."""
-    by_period: dict[tuple[int, ...], Terms] = defaultdict(list)
-    for entry in model.periods:
-        terms = by_period[entry.period.indices]
-        terms += [] if terms else [(model.again[number], 1.0) for number in reruns_in(model, entry)]
-        terms.append((entry.chosen, 1.0))
-    for terms in by_period.values():
+    for entries in model.by_period():
+        terms = [(model.again[number], 1.0) for number in reruns_in(model, entries[0])]
+        terms += [(entry.chosen, 1.0) for entry in entries]
         if len(terms) > 1:
             model.program.at_most(terms, 1)
 

@@ -93,6 +93,11 @@ class CoarseModel:
         """h of each subgroup (id) that may update on the host."""
         return {int(update.windows.name): update.chosen for update in self.updates}
 
+    def by_period(self) -> list[list[PeriodVariables]]:
+        """Return the entries of `periods` by class and period: one for each tier."""
+        tiers = len(self.problem.routes)
+        return [self.periods[first : first + tiers] for first in range(0, len(self.periods), tiers)]
+
     def rows(self) -> list[Terms]:
         """Return an empty row for each segment."""
         return [[] for _ in self.segments]
@@ -221,11 +226,8 @@ def reruns_in(model: CoarseModel, entry: PeriodVariables) -> list[int]:
 
 def add_rerun_memory(model: CoarseModel, rows: list[Terms]) -> None:
     """− Σ size · r_c in the segments between last use and κ(c); + Σ held bytes · r_c; + w_k, where w_κ(c) ≥ room of c · r_c."""
-    scale, seen = model.problem.byte_scale, set[tuple[int, ...]]()
-    for entry in model.periods:
-        if entry.period.indices in seen:
-            continue  # one entry for each tier
-        seen.add(entry.period.indices)
+    scale = model.problem.byte_scale
+    for entry, *_ in model.by_period():
         for number in reruns_in(model, entry):
             for k in range(entry.period.begin + 1, model.reruns[number].end):
                 rows[k].append((model.again[number], -entry.block_class.size_bytes / scale))
@@ -248,10 +250,7 @@ def add_rerun_reads(model: CoarseModel) -> None:
     for number, each in enumerate(model.reruns):
         for block in each.reads:
             readers[block].append(number)
-    by_period: dict[tuple[int, ...], list[PeriodVariables]] = defaultdict(list)
-    for entry in model.periods if readers else ():
-        by_period[entry.period.indices].append(entry)
-    for entries in by_period.values():
+    for entries in model.by_period() if readers else ():
         period, block_class = entries[0].period, entries[0].block_class
         read: dict[int, int] = defaultdict(int)
         for block in block_class.blocks:

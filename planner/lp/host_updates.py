@@ -109,14 +109,35 @@ def host_update_windows(
     The problem's routes count time in `unit_seconds`, its trace in seconds. window: spans that each copy may choose from; None
     for all spans in which it could run.
     """
-    trace, start = problem.trace, host_start(problem.trace, subgroup)
+    trace, start, stages, host = problem.trace, host_start(problem.trace, subgroup), problem.stage_count, problem.route("host")
     begin, user = grid.update_begin(start), next_user_stage(trace, start)
     # The update ends before the next user code.
     border = None if user is None else max(begin + 1, grid.start_of(user))
-    copies_in = _copies_in(problem, grid, subgroup, begin, window)
+
+    def left(block: Block) -> int:
+        # A segment frees nothing that its own stages use.
+        return grid.end_of(_last_before(block, subgroup, stages)) + (not grid.at_instants)
+
+    def coming_in(left: int, back: int) -> tuple[int, int, range]:
+        return max(begin, left if window is None else back - window), back, range(left + grid.at_instants, back)
+
+    copies_in = _copies(
+        parameters(trace, subgroup),
+        host.inward,
+        lambda block: (left(block), grid.start_of(_next_after(block, subgroup, stages))),
+        coming_in,
+    )
     needed = max(begin + 1, max(copy.last for copy in copies_in))
     last = needed if border is None else min(needed, border)
-    copies_out = _copies_out(problem, grid, subgroup, last if window is None else border, window)
+
+    def going_out(left: int, gone: int) -> tuple[int, int, range]:
+        end = last if window is None else left + window
+        end = end if border is None else min(end, border)
+        return left, max(left + 1, end), range(left + 1, gone + 1)
+
+    copies_out = _copies(
+        gradients(trace, subgroup), host.outward, lambda block: (left(block), grid.end_of(block.last_stage)), going_out
+    )
     host_seconds = (subgroup.host_seconds or 0.0) / unit_seconds
     return HostUpdateWindows(
         name=str(subgroup.id),
@@ -136,55 +157,25 @@ def host_update_windows(
     )
 
 
-def _copies_out(
-    problem: Problem, grid: SpanGrid, subgroup: Subgroup, limit: int | None, window: int | None
+def _copies(
+    blocks: Iterable[Block],
+    link: Link,
+    idle: Callable[[Block], tuple[int, int]],
+    spans: Callable[[int, int], tuple[int, int, range]],
 ) -> tuple[UpdateCopy, ...]:
-    """The gradients, by the spans in which they can leave. `limit`: the end of these spans."""
-    stages, link = problem.stage_count, problem.route("host").outward
-    groups = _grouped(
-        gradients(problem.trace, subgroup),
-        lambda block: (_first_after(grid, _last_before(block, subgroup, stages)), grid.end_of(block.last_stage)),
-    )
+    """The copies of the blocks over the link: one for blocks that are `idle` in the same spans.
+
+    idle: the first span in which the block can be away, and where that ends. spans: `first`, `last` and `absent` by these two.
+    """
+    groups: dict[tuple[int, int], list[Block]] = defaultdict(list)
+    for block in blocks:
+        groups[idle(block)].append(block)
     copies = []
-    for (first, gone), blocks in groups.items():
-        ends = [end for end in (limit, None if window is None else first + window) if end is not None]
-        copies.append(
-            UpdateCopy(
-                first=first,
-                last=max(first + 1, min(ends)),
-                absent=range(first + 1, gone + 1),
-                size_bytes=total_bytes(blocks),
-                seconds=_seconds(blocks, link),
-            )
-        )
+    for ends, members in groups.items():
+        first, last, absent = spans(*ends)
+        seconds = sum(link.seconds(block.size_bytes) for block in members)
+        copies.append(UpdateCopy(first=first, last=last, absent=absent, size_bytes=total_bytes(members), seconds=seconds))
     return tuple(copies)
-
-
-def _copies_in(problem: Problem, grid: SpanGrid, subgroup: Subgroup, begin: int, window: int | None) -> tuple[UpdateCopy, ...]:
-    """The parameters, by the spans in which they can come back. `begin`: the first span of the update."""
-    stages, link = problem.stage_count, problem.route("host").inward
-    groups = _grouped(
-        parameters(problem.trace, subgroup),
-        lambda block: (
-            _first_after(grid, _last_before(block, subgroup, stages)),
-            grid.start_of(_next_after(block, subgroup, stages)),
-        ),
-    )
-    return tuple(
-        UpdateCopy(
-            first=max(begin, left if window is None else before - window),
-            last=before,
-            absent=range(left + grid.at_instants, before),
-            size_bytes=total_bytes(blocks),
-            seconds=_seconds(blocks, link),
-        )
-        for (left, before), blocks in groups.items()
-    )
-
-
-def _first_after(grid: SpanGrid, stage: int) -> int:
-    """The first span in which a block can leave that the stage uses: a segment frees nothing that its own stages use."""
-    return grid.end_of(stage) + (not grid.at_instants)
 
 
 def _chains(
@@ -215,17 +206,6 @@ def _next_after(block: Block, subgroup: Subgroup, stages: int) -> int:
     """The block's first use after the update's stage; numbered on for one in the next iteration."""
     later = [use for use in block.uses if use > subgroup.stage]
     return later[0] if later else block.uses[0] + stages
-
-
-def _grouped(blocks: Iterable[Block], key: Callable[[Block], tuple[int, int]]) -> dict[tuple[int, int], list[Block]]:
-    groups: dict[tuple[int, int], list[Block]] = {}
-    for block in blocks:
-        groups.setdefault(key(block), []).append(block)
-    return groups
-
-
-def _seconds(blocks: Iterable[Block], link: Link) -> float:
-    return sum(link.seconds(block.size_bytes) for block in blocks)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import highspy
 import numpy as np
@@ -59,14 +59,14 @@ def solve_program(
     """
     if out_of_time():
         return Solved(values=())
+    # HiGHS keeps its first number of threads for the whole process, and does not run with another: others may have left one.
+    highspy.Highs.resetGlobalScheduler(True)
     try:
+        columns: Sequence[int] = range(len(program.costs))
         if linear:
             solver = _linear(program, settings, vertex=vertex)
-            values: Sequence[float] = list(solver.getSolution().col_value)
         else:
-            model, variables = _pulp_model(program)
-            solver = _integer(model, settings, max_nodes)
-            values = [variable.value() or 0.0 for variable in variables]
+            solver, columns = _integer(program, settings, max_nodes)
         status, info, solution = solver.getModelStatus().name, solver.getInfo(), solver.getSolution()
     finally:
         # This ends the threads of HiGHS: a child that is forked now would wait for them for ever.
@@ -77,24 +77,14 @@ def solve_program(
     bound = None if linear or not math.isfinite(info.mip_dual_bound) else float(info.mip_dual_bound)
     if not optimal and (linear or not math.isfinite(info.objective_function_value) or not solution.value_valid):
         return Solved(values=(), bound=bound)
+    values = list(solution.col_value)
     return Solved(
-        values=values,
+        values=[values[column] for column in columns],
         objective=float(info.objective_function_value),
         optimal=optimal,
         bound=bound,
         prices=list(solution.row_dual) if linear else (),
     )
-
-
-def _integer(model: pulp.LpProblem, settings: SolverSettings, max_nodes: int | None) -> highspy.Highs:
-    """Solve an integer program by HiGHS through PuLP. Return HiGHS with what it found; the variables have their values."""
-    limits = {} if max_nodes is None else {"mip_max_nodes": max_nodes}
-    solver = _PulpHighs(settings.time_limit_seconds, gapRel=settings.gap, threads=settings.threads, **limits)
-    model.solve(solver)
-    if _has_not_run(model.solverModel):
-        model.solverModel.resetGlobalScheduler(True)
-        model.solve(solver)
-    return cast("highspy.Highs", model.solverModel)
 
 
 _UntypedHighs: Any = highspy.Highs  # its methods have no annotations
@@ -110,26 +100,18 @@ class _QuietHighs(_UntypedHighs):  # type: ignore[misc]
         super().enableCallbacks()
 
 
-class _PulpHighs(pulp.HiGHS):  # type: ignore[misc]
-    """PuLP's interface to HiGHS, with a limit of processor time. Whoever uses it looks at the status of HiGHS itself."""
-
-    def __init__(self, processor_seconds: float, **options: Any) -> None:
-        super().__init__(**options)
-        self._processor_seconds = processor_seconds
-
-    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:  # noqa: N802 - PuLP's name
-        lp.solverModel = _QuietHighs()
-        for name, value in {"mip_rel_gap": self.gapRel, "threads": self.threads, **self.optionsDict}.items():
-            lp.solverModel.setOptionValue(name, value)
-
-    def callSolver(self, lp: pulp.LpProblem) -> None:  # noqa: N802 - PuLP's name
-        _stop_after(self._processor_seconds, lp.solverModel.cbMipInterrupt)
-        lp.solverModel.run()
-
-    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:  # noqa: N802 - PuLP's name
-        for variable, value in zip(lp.variables(), lp.solverModel.getSolution().col_value, strict=False):
-            variable.varValue = value
-        return pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible
+def _integer(program: Program, settings: SolverSettings, max_nodes: int | None) -> tuple[highspy.Highs, list[int]]:
+    """Solve an integer program by HiGHS, as PuLP models it. Return HiGHS with what it found, and each variable's column there."""
+    model, variables = _pulp_model(program)
+    solver = model.solverModel = _QuietHighs()
+    solver.setOptionValue("mip_rel_gap", settings.gap)
+    solver.setOptionValue("threads", settings.threads)
+    if max_nodes is not None:
+        solver.setOptionValue("mip_max_nodes", max_nodes)
+    pulp.HiGHS().buildSolverModel(model)
+    _stop_after(settings.time_limit_seconds, solver.cbMipInterrupt)
+    solver.run()
+    return solver, [variable.index for variable in variables]
 
 
 def _linear(program: Program, settings: SolverSettings, *, vertex: bool) -> highspy.Highs:
@@ -138,15 +120,7 @@ def _linear(program: Program, settings: SolverSettings, *, vertex: bool) -> high
     solver.setOptionValue("threads", settings.threads)
     solver.passModel(_highs_model(program))
     _run(solver, program, settings, vertex=vertex)
-    if _has_not_run(solver):
-        solver.resetGlobalScheduler(True)
-        _run(solver, program, settings, vertex=vertex)
     return solver
-
-
-def _has_not_run(solver: highspy.Highs) -> bool:
-    # HiGHS keeps its first number of threads for the whole process and does not run with another. It must be reset then.
-    return bool(solver.getModelStatus().name == "kNotset")
 
 
 def _highs_model(program: Program) -> highspy.HighsLp:

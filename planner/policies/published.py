@@ -188,36 +188,23 @@ class _Greedy:
     def _candidate(self, index: int) -> _ScoredMove | None:
         """The move to the first tier with bandwidth and room that has any benefit; None if there is none."""
         period = self._problem.periods[index]
-        if self._pressure.seconds_until[period.before] <= self._pressure.seconds_until[period.after + 1]:
+        first, end = period.after + 1, period.before
+        if self._pressure.seconds_until[end] <= self._pressure.seconds_until[first]:
             return None  # the memory is over the budget at no time within the period
         for route, outward, inward in self._routes:
-            if self._room.fits(index, route.tier):
-                candidate = self._to(index, route, outward, inward)
-                if candidate is not None:
-                    return candidate
+            if not self._room.fits(index, route.tier):
+                continue
+            copied = period.read_only or (period.block, period.epoch, route.tier) in self._written
+            out_seconds = 0.0 if copied else route.outward.seconds(period.size_bytes)
+            in_seconds = 0.0 if period.final else route.inward.seconds(period.size_bytes)
+            free, start = outward.earliest(first, end, out_seconds), inward.latest(first, end, in_seconds)
+            if free is None or start is None or free >= start:
+                continue
+            benefit = self._benefit(period.size_bytes, free, start, self._pressure)
+            if benefit > 0:
+                ratio = benefit / max(out_seconds + in_seconds, _EPSILON)
+                return _ScoredMove(index, route, out_seconds, in_seconds, free, start, ratio)
         return None
-
-    def _to(self, index: int, route: Route, outward: _LinkTime, inward: _LinkTime) -> _ScoredMove | None:
-        period = self._problem.periods[index]
-        copied = period.read_only or (period.block, period.epoch, route.tier) in self._written
-        out_seconds = 0.0 if copied else route.outward.seconds(period.size_bytes)
-        in_seconds = 0.0 if period.final else route.inward.seconds(period.size_bytes)
-        free = outward.earliest(period.after + 1, period.before, out_seconds)
-        start = inward.latest(period.after + 1, period.before, in_seconds)
-        if free is None or start is None or free >= start:
-            return None
-        benefit = self._benefit(period.size_bytes, free, start, self._pressure)
-        if benefit <= 0:
-            return None
-        return _ScoredMove(
-            period=index,
-            route=route,
-            out_seconds=out_seconds,
-            in_seconds=in_seconds,
-            free=free,
-            start=start,
-            ratio=benefit / max(out_seconds + in_seconds, _EPSILON),
-        )
 
     def _take(self, candidate: _ScoredMove) -> None:
         period, route, stages = self._problem.periods[candidate.period], candidate.route, len(self._seconds)
@@ -266,57 +253,35 @@ def zero_infinity_decisions(problem: Problem) -> Decisions:
 
 def _layers(problem: Problem) -> tuple[list[int], list[int]]:
     """Return the layer of every stage, and the first stage of every layer."""
-    numbers: list[int] = []
-    first_of: list[int] = []
-    last = ""
-    for number, stage in enumerate(problem.trace.stages):
-        name = layer_of(stage.name) or f"stage {number}"
-        if name != last:
-            first_of.append(number)
-            last = name
-        numbers.append(len(first_of) - 1)
-    return numbers, first_of
+    names = [layer_of(stage.name) or f"stage {number}" for number, stage in enumerate(problem.trace.stages)]
+    first_of = [number for number, name in enumerate(names) if number == 0 or name != names[number - 1]]
+    return [bisect_right(first_of, number) - 1 for number in range(len(names))], first_of
 
 
-def all_on_host(policy: str, problem: Problem) -> Sequence[int]:
-    """Return the ids of all subgroups that can update on the host. ZeRO-Offload updates everything there.
+def fixed_updates(policy: str, problem: Problem, step: int) -> Sequence[int]:
+    """Return the ids of every `step`-th of the subgroups that can update on the host, in the order of their stages.
+
+    With 1, that is all of them: ZeRO-Offload updates everything there. With 2, the device updates the next subgroup while the
+    host updates one; the states of the next come in and go out meanwhile.
 
     Raises UnsupportedError if there are none, and InfeasiblePlanError if the host tier has no room for them all. `policy` is the
     name that the message begins with.
 
-    Source: Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training (USENIX ATC 2021).
+    Sources: Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training (USENIX ATC 2021); Maurya et al., Deep Optimizer
+    States: Towards Scalable Training of Transformer Models Using Interleaved Offloading (Middleware 2024), on the scheduling of
+    subgroups.
     """
-    subgroups = host_updatable(problem.source)
-    if not subgroups:
+    source, budget = problem.source, problem.budgets.host_bytes
+    chosen = sorted(host_updatable(source), key=lambda subgroup: (subgroup.stage, subgroup.id))[::step]
+    if not chosen:
         raise UnsupportedError(
-            f"policy {policy!r}: none of the {len(problem.source.subgroups)} optimizer subgroups of this trace can update on "
+            f"policy {policy!r}: none of the {len(source.subgroups)} optimizer subgroups of this trace can update on "
             "the host (the trace needs their host_seconds and links to and from the host tier); use 'device-updates' or 'ilp'"
         )
-    return _with_room(policy, problem, [subgroup.id for subgroup in subgroups])
-
-
-def every_second_on_device(policy: str, problem: Problem) -> Sequence[int]:
-    """Return all but every second of the subgroups that can update on the host, in the order of their stages.
-
-    While the host updates one of them, the device updates the next, whose states come in and go out meanwhile. Raises the same
-    errors as `all_on_host`.
-
-    Source: Maurya et al., Deep Optimizer States: Towards Scalable Training of Transformer Models Using Interleaved Offloading
-    (Middleware 2024), on the scheduling of subgroups.
-    """
-    subgroups = sorted(host_updatable(problem.source), key=lambda subgroup: (subgroup.stage, subgroup.id))
-    if not subgroups:
-        return all_on_host(policy, problem)  # raises the error that says why
-    kept = {subgroup.id for subgroup in subgroups[1::2]}
-    return _with_room(policy, problem, [subgroup.id for subgroup in subgroups if subgroup.id not in kept])
-
-
-def _with_room(policy: str, problem: Problem, on_host: list[int]) -> list[int]:
-    source, budget = problem.source, problem.budgets.host_bytes
-    size = sum(host_bytes(source, source.subgroups[number]) for number in on_host)
+    size = sum(host_bytes(source, subgroup) for subgroup in chosen)
     if budget is not None and size > budget:
         raise InfeasiblePlanError(
-            f"policy {policy!r}: the blocks of the {len(on_host)} optimizer subgroups that would update on the host take "
+            f"policy {policy!r}: the blocks of the {len(chosen)} optimizer subgroups that would update on the host take "
             f"{size:,} bytes there; the host tier's budget is {budget:,} bytes: raise host_budget, or use policy 'ilp'"
         )
-    return on_host
+    return [subgroup.id for subgroup in chosen]

@@ -10,13 +10,7 @@ from planner.errors import BudgetError, InfeasiblePlanError, OptionsError, PlanE
 from planner.ilp import MAX_INTEGER_STAGES
 from planner.policies.optimise import Task, exact_with_starts, optimise
 from planner.policies.predictions import cost_of, with_bound, with_lower_bound, with_predictions
-from planner.policies.published import (
-    all_on_host,
-    every_second_on_device,
-    g10_decisions,
-    teraio_decisions,
-    zero_infinity_decisions,
-)
+from planner.policies.published import fixed_updates, g10_decisions, teraio_decisions, zero_infinity_decisions
 from planner.policies.rerun_search import best_recomputation, checkpointed
 from planner.problem import (
     DEFAULT_GAP,
@@ -207,10 +201,12 @@ def _or_by_a_rule(made: Plan, trace: Trace, budgets: Budgets, settings: SolverSe
     return made if best is made else with_bound(best, bound).model_copy(update={"policy": made.policy})
 
 
-def _fixed_updates(name: str, decide: Callable[[str, Problem], Sequence[int]]) -> Policy:
+def _fixed_updates(name: str, *, step: int | None) -> Policy:
+    """The policy in which every `step`-th subgroup updates on the host; none for None."""
+
     def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         problem = Problem.of(trace, budgets)
-        on_host = decide(name, problem)
+        on_host = () if step is None else fixed_updates(name, problem, step)
         rivals = () if on_host else tuple(HEURISTICS.values())  # rivals update on the device
         return optimise(problem, Task(policy=name, settings=settings, rivals=rivals, on_host=on_host))
 
@@ -246,9 +242,9 @@ HEURISTICS: dict[str, Callable[[Problem], Decisions]] = {
 }
 # Where updates run is fixed.
 RULES: dict[str, Policy] = {
-    "device-updates": _fixed_updates("device-updates", lambda name, problem: ()),
-    "host-updates": _fixed_updates("host-updates", all_on_host),
-    "stride-2": _fixed_updates("stride-2", every_second_on_device),
+    "device-updates": _fixed_updates("device-updates", step=None),
+    "host-updates": _fixed_updates("host-updates", step=1),
+    "stride-2": _fixed_updates("stride-2", step=2),
 }
 POLICIES: dict[str, Policy] = {
     "ilp": _optimised("ilp", best_recomputation, by_a_rule=True),

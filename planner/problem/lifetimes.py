@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -140,26 +140,33 @@ def mean_active_fraction(trace: Trace) -> float:
     return sum(block.size_bytes / total * found.active_fraction for block, found in movable) if total else 0.0
 
 
+def bytes_by_stage(spans: Iterable[tuple[int, int, int]], stages: int) -> list[int]:
+    """Return, for each stage, the bytes of the `spans` around it: first stage, end (exclusive), bytes. A span may wrap."""
+    change = [0] * (2 * stages + 1)
+    for first, end, size_bytes in spans:
+        change[first] += size_bytes
+        change[end] -= size_bytes
+    sums = list(accumulate(change))
+    return [sums[stage] + sums[stage + stages] for stage in range(stages)]
+
+
 def live_bytes(trace: Trace) -> list[int]:
     """Return, for each stage, the device bytes while it runs if nothing ever leaves the device; workspace is included."""
     stages = len(trace.stages)
-    change = [0] * (stages + 1)
-    for block in trace.blocks:
-        first, last = (0, stages - 1) if block.persistent else (block.uses[0], block.last_stage)
-        change[first] += block.size_bytes
-        change[last + 1] -= block.size_bytes
-    return [size + stage.workspace_bytes for size, stage in zip(accumulate(change[:-1]), trace.stages, strict=True)]
+    blocks = bytes_by_stage(
+        (
+            (0, stages, block.size_bytes) if block.persistent else (block.uses[0], block.last_stage + 1, block.size_bytes)
+            for block in trace.blocks
+        ),
+        stages,
+    )
+    return [size + stage.workspace_bytes for size, stage in zip(blocks, trace.stages, strict=True)]
 
 
 def stage_floors(trace: Trace) -> list[int]:
     """Return, for each stage, its inputs + outputs + workspace + live bytes that cannot move."""
-    stages = len(trace.stages)
-    change = [0] * (2 * stages + 1)  # over two iterations, since periods may wrap
-    for period in inactive_periods(trace):
-        change[period.after + 1] += period.size_bytes
-        change[period.before] -= period.size_bytes
-    idle = list(accumulate(change))
-    return [live - idle[stage] - idle[stage + stages] for stage, live in enumerate(live_bytes(trace))]
+    idle = bytes_by_stage(((p.after + 1, p.before, p.size_bytes) for p in inactive_periods(trace)), len(trace.stages))
+    return [live - away for live, away in zip(live_bytes(trace), idle, strict=True)]
 
 
 def _sliced(trace: Trace, floors: Sequence[int]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.errors import BudgetError, format_bytes
 from planner.problem.host_updates import device_iteration, host_bytes, host_updatable, movable_blocks, parameters
-from planner.problem.lifetimes import InactivePeriod, inactive_periods, live_bytes, stage_floors
+from planner.problem.lifetimes import InactivePeriod, bytes_by_stage, inactive_periods, live_bytes, stage_floors
 from planner.problem.shared_limits import SharedLimit, shared_limits
 from planner.schema import Block, Budgets, Link, Subgroup, Tier, Trace, WaitingTier
 
@@ -218,25 +218,9 @@ class Problem:
         A plan within the budget at every stage cannot deadlock: copies out always end, and then all blocks whose copies were
         queued fit.
         """
-        stages = self.stage_count
-        change = [0] * (stages + 1)
-        for index, decision in decisions.items():
-            size = self.periods[index].size_bytes
-            first, end = decision.leave + 1, decision.start
-            if first >= end:
-                continue
-            first, end = (first - stages, end - stages) if first >= stages else (first, end)
-            change[first] -= size
-            if end <= stages:
-                change[end] += size
-            else:
-                change[0] -= size
-                change[end - stages] += size
-        occupied, total = [], 0
-        for live, delta in zip(self.live_bytes, change, strict=False):
-            total += delta
-            occupied.append(live + total)
-        return occupied
+        moves = ((decision.leave + 1, decision.start, self.periods[index].size_bytes) for index, decision in decisions.items())
+        away = bytes_by_stage(moves, self.stage_count)
+        return [live - size for live, size in zip(self.live_bytes, away, strict=True)]
 
 
 def _updated(source: Trace, periods: Sequence[InactivePeriod], on_host: Sequence[int]) -> dict[int, int]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from planner.errors import PlanError
@@ -102,18 +101,8 @@ def recompute_seconds(trace: Trace, chosen: Iterable[Recompute]) -> float:
     return sum(trace.recompute[each.group].duration_seconds for each in chosen if not each.skipped)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rerun:
-    """A group that runs again as stage `stage` of the derived trace, just before stage `at` of the source trace."""
-
-    group: RecomputeGroup
-    at: int
-    stage: int
-    skipped: bool
-
-
-def _reruns_of(trace: Trace, chosen: Iterable[Recompute]) -> tuple[_Rerun, ...]:
-    """The re-runs in the order in which they run."""
+def _reruns_of(trace: Trace, chosen: Iterable[Recompute]) -> list[tuple[Recompute, RecomputeGroup, int]]:
+    """The re-runs in the order in which they run, each with its group and its stage in the derived trace."""
     ordered = sorted(chosen, key=lambda each: each.at)  # is stable: equal places keep their order
     seen: set[int] = set()
     for each in ordered:
@@ -123,10 +112,7 @@ def _reruns_of(trace: Trace, chosen: Iterable[Recompute]) -> tuple[_Rerun, ...]:
             raise PlanError(f"the plan recomputes group {each.group} twice; a group can run again once")
         seen.add(each.group)
         _check_place(trace, trace.recompute[each.group], each.at)
-    return tuple(
-        _Rerun(group=trace.recompute[each.group], at=each.at, stage=each.at + number, skipped=each.skipped)
-        for number, each in enumerate(ordered)
-    )
+    return [(each, trace.recompute[each.group], each.at + number) for number, each in enumerate(ordered)]
 
 
 def _check_place(trace: Trace, group: RecomputeGroup, at: int) -> None:
@@ -150,47 +136,39 @@ def _derive(trace: Trace, chosen: Iterable[Recompute]) -> tuple[Trace, list[int]
     reruns, sources = _reruns_of(trace, chosen), list(range(len(trace.blocks)))
     if not reruns:
         return trace, sources
-    places = [rerun.at for rerun in reruns]
+    places = [rerun.at for rerun, _, _ in reruns]
     numbers = [stage + bisect_right(places, stage) for stage in range(len(trace.stages))]
     read: dict[int, list[int]] = {}
-    for rerun in reruns:
-        for number in rerun.group.reads:
-            read.setdefault(number, []).append(rerun.stage)
+    for _, group, stage in reruns:
+        for number in group.reads:
+            read.setdefault(number, []).append(stage)
     blocks = [_with_uses(block, numbers, read.get(block.id, [])) for block in trace.blocks]
-    stages: list[Stage] = [stage.model_copy(update={"id": numbers[stage.id]}) for stage in trace.stages]
-    for rerun in reruns:
+    stages: list[Stage] = [each.model_copy(update={"id": numbers[each.id]}) for each in trace.stages]
+    for rerun, group, stage in reruns:
         unused = 0
-        used = [number for number in rerun.group.blocks if blocks[number].uses[-1] > rerun.stage]
-        for number in rerun.group.blocks:
+        used = [number for number in group.blocks if blocks[number].uses[-1] > stage]
+        for number in group.blocks:
             if number not in used:
                 unused += trace.blocks[number].size_bytes
-                continue
-            if rerun.skipped:
-                reads = sorted({*blocks[number].reads, rerun.stage})
+            elif rerun.skipped:
+                reads = sorted({*blocks[number].reads, stage})
                 blocks[number] = blocks[number].model_copy(update={"reads": tuple(reads)})
-                continue
-            blocks[number], anew = _split(blocks[number], rerun.stage, len(blocks))
-            blocks.append(anew)
-            sources.append(number)
+            else:
+                blocks[number], anew = _split(blocks[number], stage, len(blocks))
+                blocks.append(anew)
+                sources.append(number)
+        name = trace.stages[group.stage].name
         if not used:
             raise PlanError(
-                f"group {rerun.group.id} runs stage {trace.stages[rerun.group.stage].name!r} again before stage {rerun.at}, but "
-                "nothing uses what it makes from there on; give an earlier stage, or leave the group out"
+                f"group {group.id} runs stage {name!r} again before stage {rerun.at}, but nothing uses what it makes from there "
+                "on; give an earlier stage, or leave the group out"
             )
-        stages.insert(rerun.stage, _stage(trace, rerun, unused))
+        seconds, workspace = (0.0, 0) if rerun.skipped else (group.duration_seconds, group.workspace_bytes + unused)
+        made = Stage(id=stage, name=f"recompute/{name}", phase="recompute", duration_seconds=seconds, workspace_bytes=workspace)
+        stages.insert(stage, made)
     subgroups = tuple(each.model_copy(update={"stage": numbers[each.stage]}) for each in trace.subgroups)
     changes = {"stages": tuple(stages), "blocks": tuple(blocks), "subgroups": subgroups, "recompute": (), "not_recomputed": ()}
     return trace.model_copy(update=changes), sources
-
-
-def _stage(trace: Trace, rerun: _Rerun, unused_bytes: int) -> Stage:
-    return Stage(
-        id=rerun.stage,
-        name=f"recompute/{trace.stages[rerun.group.stage].name}",
-        phase="recompute",
-        duration_seconds=0.0 if rerun.skipped else rerun.group.duration_seconds,
-        workspace_bytes=0 if rerun.skipped else rerun.group.workspace_bytes + unused_bytes,
-    )
 
 
 def _with_uses(block: Block, numbers: Sequence[int], read: Sequence[int]) -> Block:
@@ -387,12 +365,9 @@ def _layers(trace: Trace) -> tuple[list[int | None], int]:
     last, count = "", 0
     for stage in trace.stages:
         layer = layer_of(stage.name) if stage.phase == "forward" else None
-        if layer is None:
-            found.append(None)
-            continue
-        count += layer != last
-        last = layer
-        found.append(count - 1)
+        if layer is not None and layer != last:
+            last, count = layer, count + 1
+        found.append(None if layer is None else count - 1)
     return found, count
 
 

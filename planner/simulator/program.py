@@ -31,15 +31,8 @@ class Layout:
     visible: frozenset[int]
 
 
-def _layout_of(source: Trace, on_host: frozenset[int]) -> Layout:
-    """Return the layout of what is left for the device when the subgroups `on_host` (ids) update on the host.
-
-    It is worked out once for each trace and set of subgroups.
-    """
-    return source.once((_layout_of, on_host), lambda: _laid_out(source, on_host))
-
-
 def _laid_out(source: Trace, on_host: frozenset[int]) -> Layout:
+    """Return the layout of what is left for the device when the subgroups `on_host` (ids) update on the host."""
     trace, user = device_iteration(source, on_host), frozenset(user_stages(source))
     consumed = {block.id for number in on_host for block in gradients(source, source.subgroups[number])}
     layout = Layout(
@@ -98,8 +91,9 @@ def compile_program(trace: Trace, plan: Plan) -> ReplayProgram:
     Re-runs must have been spelled out. Raises InfeasiblePlanError where a move or an update does not fit the trace.
     """
     on_host = _on_host(trace, plan)
-    layout = _layout_of(trace, frozenset(subgroup.id for subgroup in on_host))
-    source, trace = trace, layout.trace
+    source, numbers = trace, frozenset(subgroup.id for subgroup in on_host)
+    layout = source.once((_laid_out, numbers), lambda: _laid_out(source, numbers))
+    trace = layout.trace
     count = len(trace.stages)
     program = ReplayProgram(
         layout=layout,
@@ -112,14 +106,13 @@ def compile_program(trace: Trace, plan: Plan) -> ReplayProgram:
     )
     consumed = {block.id: subgroup.stage for subgroup in on_host for block in gradients(source, subgroup)}
     seen: set[tuple[int, int]] = set()
+    moves_of: dict[int, list[tuple[int, Move]]] = {}
     for index, move in enumerate(plan.moves):
         _check_move(trace, move, seen, consumed)
         _lay_out_move(program, index, move, count, trace.blocks[move.block].persistent)
-    moves_of: dict[int, list[int]] = {}
-    for index, move in enumerate(plan.moves):
-        moves_of.setdefault(move.block, []).append(index)
+        moves_of.setdefault(move.block, []).append((index, move))
     for subgroup in on_host:
-        _lay_out_update(program, source, subgroup, plan, moves_of)
+        _lay_out_update(program, source, subgroup, moves_of)
     _check_initial(trace, plan, program)
     return program
 
@@ -147,9 +140,9 @@ def _on_host(trace: Trace, plan: Plan) -> list[Subgroup]:
 
 
 def _lay_out_update(
-    program: ReplayProgram, source: Trace, subgroup: Subgroup, plan: Plan, moves_of: dict[int, list[int]]
+    program: ReplayProgram, source: Trace, subgroup: Subgroup, moves_of: dict[int, list[tuple[int, Move]]]
 ) -> None:
-    """Add one update on the host. moves_of: positions in the plan's moves, by block."""
+    """Add one update on the host. moves_of: the plan's moves with their positions, by block."""
     program.updates[host_start(source, subgroup)].append(subgroup.id)
     program.gradients[subgroup.id] = frozenset(block.id for block in gradients(source, subgroup))
     program.parameters[subgroup.id] = frozenset(block.id for block in parameters(source, subgroup))
@@ -158,7 +151,7 @@ def _lay_out_update(
         if source.blocks[number].movable and source.blocks[number].size_bytes:
             program.persistent_places[number] |= {"host"}
     for number in sorted(program.gradients[subgroup.id] | program.parameters[subgroup.id]):
-        moves = [(index, plan.moves[index]) for index in moves_of.get(number, ())]
+        moves = moves_of.get(number, [])
         around = {
             index
             for index, move in moves
