@@ -185,7 +185,7 @@ def test_where_the_solver_fails_the_simple_bound_stays(monkeypatch: pytest.Monke
 
 def test_added_up_passes_give_no_more_than_all_of_them_and_more_than_as_few_instants() -> None:
     """With all instants, the rows are sums of those of the whole iteration. No plan is below, and few instants say much more."""
-    rng, tighter, count = random.Random(29), 0, by_profile(ci=4, long=150)
+    rng, tighter, count = random.Random(29), 0, by_profile(ci=8, long=150)
     for number in range(count):
         made = microbatches(rng.randint(4, 5), rng.randint(1, 2), rate=rng.choice([1.0, 3.0, 10.0]), user=rng.random() < 0.3)
         made = made.rebuilt(
