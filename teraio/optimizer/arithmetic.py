@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -50,25 +51,11 @@ _SCALING = frozenset({"Adam", "AdamW"})
 _NOTHING = torch.empty(0, device="cpu")
 
 
-class NarrowedGroups:
-    """Shows an optimizer only some of its parameters, by copies of its groups. Keeps all of them alive: for one step only."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._groups = optimizer.param_groups
-        self._owned = owned_parameters(optimizer)
-
-    def narrow(self, numbers: Iterable[int]) -> None:
-        """Show the optimizer only the parameters with these numbers."""
-        shown: list[list[Tensor]] = [[] for _ in self._groups]
-        for number in numbers:
-            shown[self._owned[number].group].append(self._owned[number].tensor)
-        groups = zip(self._groups, shown, strict=True)
-        self._optimizer.param_groups = [{**group, "params": own or [_NOTHING]} for group, own in groups]
-
-    def restore(self) -> None:
-        """Show the optimizer its own groups again."""
-        self._optimizer.param_groups = self._groups
+def emptied(optimizer: Optimizer) -> Callable[[], None]:
+    """Show the optimizer no parameters, by copies of its groups. Return what gives it its own groups back: for one step only."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**group, "params": [_NOTHING]} for group in groups]
+    return partial(setattr, optimizer, "param_groups", groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,23 +68,6 @@ class Replica:
     group: int
     parameter: Tensor
     state: dict[str, Any]
-
-
-def scratch_replica(facts: OptimizerFacts, owned: OwnedParameter, shape: tuple[int, ...]) -> Replica:
-    """Return zeros of `shape` in place of a parameter, its gradient and elementwise states, to try an update with.
-
-    Reads no data except counters, of which it has copies.
-    """
-    parameter = owned.tensor
-    tried = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-    tried.grad = torch.zeros_like(tried)
-    # Other states depend on the shape: the update makes them.
-    known = facts.optimizer.state.get(parameter) or {} if facts.elementwise else {}
-    state = {
-        name: torch.zeros_like(tried, dtype=value.dtype) if has_elements_of(value, parameter) else copied(value)
-        for name, value in known.items()
-    }
-    return Replica(group=owned.group, parameter=tried, state=state)
 
 
 def has_elements_of(state: Any, parameter: Tensor) -> bool:
@@ -121,29 +91,29 @@ def lacks_master(facts: OptimizerFacts, parameter: Tensor) -> bool:
     return facts.keeps_masters and parameter.dtype in HALF and MASTER not in facts.optimizer.state.get(parameter, {})
 
 
-def casting_bytes(masters: Sequence[int]) -> int:
-    """Return what an update allocates for casts, besides the temporaries of the optimizer. masters: bytes of each master.
-
-    These are all gradients in fp32, and for one parameter at a time its value in fp32 and a byte for each element.
-    """
-    return sum(masters) + max(masters, default=0) // torch.float32.itemsize
-
-
-def run_step(facts: OptimizerFacts) -> None:
-    """Run the optimizer's step over its present groups, without hooks; over masters if it keeps them. Waits as that step does.
+def run_step(facts: OptimizerFacts, parameters: Iterable[OwnedParameter]) -> None:
+    """Run the optimizer's step over these of its parameters, without hooks; over masters if it keeps them. Waits as that does.
 
     If a `GradScaler` has set `optimizer.grad_scale`, gradients are divided by it, and nothing is updated if `optimizer.found_inf`
     is not zero.
     """
-    optimizer = facts.optimizer
-    if not facts.keeps_masters:
-        type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-    elif facts.from_torch and facts.name in _SCALING and all(group.get("fused") for group in optimizer.param_groups):
-        _update_parameters(facts, inverse_scale=None)  # its kernel does the scaling
-    else:
-        with scaling_put_aside(optimizer) as (scale, found_inf):
-            if found_inf is None or not found_inf.item():
-                _update_parameters(facts, inverse_scale=None if scale is None else scale.double().reciprocal().float())
+    optimizer, inverse_scale = facts.optimizer, None
+    replicas = [
+        Replica(group=owned.group, parameter=owned.tensor, state=optimizer.state.get(owned.tensor, {}))
+        for owned in parameters
+        if owned.tensor.grad is not None
+    ]
+    kernel_scales = facts.from_torch and facts.name in _SCALING and all(group.get("fused") for group in optimizer.param_groups)
+    with ExitStack() as aside:
+        if facts.keeps_masters and not kernel_scales:
+            scale, found_inf = aside.enter_context(scaling_put_aside(optimizer))
+            if found_inf is not None and found_inf.item():
+                return
+            inverse_scale = None if scale is None else scale.double().reciprocal().float()
+        update_replicas(facts, replicas, inverse_scale=inverse_scale)
+    for replica in replicas:
+        if replica.state:
+            optimizer.state[replica.parameter] = replica.state
 
 
 @contextmanager
@@ -155,20 +125,6 @@ def scaling_put_aside(optimizer: Optimizer) -> Iterator[tuple[Tensor | None, Ten
         yield kept.get("grad_scale"), kept.get("found_inf")
     finally:
         attributes.update(kept)
-
-
-def _update_parameters(facts: OptimizerFacts, *, inverse_scale: Tensor | None) -> None:
-    optimizer = facts.optimizer
-    replicas = [
-        Replica(group=number, parameter=parameter, state=optimizer.state.get(parameter, {}))
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]
-    update_replicas(facts, replicas, inverse_scale=inverse_scale)
-    for replica in replicas:
-        if replica.state:
-            optimizer.state[replica.parameter] = replica.state
 
 
 @torch.no_grad()
@@ -483,19 +439,15 @@ class MasterHooks(OwnHooks):
         return None
 
     def _update_all(self, facts: OptimizerFacts) -> None:
-        groups = NarrowedGroups(facts.optimizer)
-        sizes = [facts.master_bytes(owned.tensor) or owned.tensor.nbytes for owned in owned_parameters(facts.optimizer)]
+        optimizer, parameters = facts.optimizer, owned_parameters(facts.optimizer)
+        sizes = [facts.master_bytes(owned.tensor) or owned.tensor.nbytes for owned in parameters]
         with uninterrupted():
             undo_if_interrupted(self._restore)
-            with ExitStack() as restoring:
-                restoring.callback(groups.restore)  # also where an update fails: schedulers and checkpoints read the groups
-                for numbers in cut(sizes, self._subgroup_bytes):
-                    groups.narrow(numbers)
-                    run_step(facts)
-                groups.narrow(())
-                # PyTorch's own call would refuse a scale, or apply it to nothing: the updates above have used it up.
-                restoring.enter_context(scaling_put_aside(facts.optimizer))
-                self._after = restoring.pop_all()
+            for numbers in cut(sizes, self._subgroup_bytes):
+                run_step(facts, [parameters[number] for number in numbers])
+            self._after.callback(emptied(optimizer))
+            # PyTorch's own call would refuse a scale, or apply it to nothing: the updates above have used it up.
+            self._after.enter_context(scaling_put_aside(optimizer))
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

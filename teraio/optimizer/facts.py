@@ -162,11 +162,16 @@ class OptimizerFacts:
             return [size // parameter.shape[dim] for dim in (-1, -2)] if parameter.numel() else []
         return [size] * self.states_per_parameter
 
-    def temporary_bytes(self, parameters: Sequence[tuple[str, int]]) -> int:
-        """Return what the update of these parameters (device type, bytes of what is updated) allocates while it runs."""
-        sizes = [size for _, size in parameters]
-        at_once = self.foreach or (self.foreach is None and any(device != "cpu" for device, _ in parameters))
-        return self.temporary_copies * (sum(sizes) if at_once else max(sizes, default=0))
+    def temporary_bytes(self, parameters: Sequence[Tensor]) -> int:
+        """Return what the update of these parameters allocates while it runs, casts between them and masters included.
+
+        These are all gradients in fp32, and for one parameter at a time its value in fp32 and a byte for each element.
+        """
+        masters = [self.master_bytes(parameter) for parameter in parameters]
+        sizes = [master or bytes_of(parameter) for master, parameter in zip(masters, parameters, strict=True)]
+        at_once = self.foreach or (self.foreach is None and any(parameter.device.type != "cpu" for parameter in parameters))
+        casts = sum(masters) + max(masters, default=0) // torch.float32.itemsize
+        return self.temporary_copies * (sum(sizes) if at_once else max(sizes, default=0)) + casts
 
     def update_bytes(self, parameter: Tensor) -> int:
         """Return what the first update of one parameter has on the device at least: it, its gradient, states and temporaries.
@@ -176,7 +181,7 @@ class OptimizerFacts:
         size = bytes_of(parameter)
         if self.elementwise and not self.keeps_masters and size >= 2 * MIN_MOVED_BYTES:
             return 2 * size + size // 4
-        return (2 + self.states_per_parameter) * size + self.temporary_bytes([(parameter.device.type, size)])
+        return (2 + self.states_per_parameter + self.temporary_copies) * size
 
 
 def _states_per_parameter(name: str, groups: list[dict[str, Any]]) -> int:

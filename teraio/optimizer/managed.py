@@ -1,4 +1,4 @@
-"""All that teraio knows of one optimizer, in one object: its facts, its states as blocks, its subgroups, and its narrowed groups.
+"""All that teraio knows of one optimizer, in one object: its facts, its states as blocks, and its subgroups.
 
 [Note: Optimizer states]
 A tensor in `optimizer.state` that is large enough to move is a block like any other. It is persistent. The stage that updates
@@ -28,7 +28,7 @@ from runtime.execution import OperatorRunner
 from runtime.paging import Block, Pager, holder_of
 from teraio.distributed import GradientBuckets, ShardedParameters
 from teraio.following import IterationObserver
-from teraio.optimizer.arithmetic import NarrowedGroups, lacks_master, lacks_states
+from teraio.optimizer.arithmetic import emptied, lacks_master, lacks_states
 from teraio.optimizer.facts import OptimizerFacts, OwnedParameter, bytes_of, moves, owned_parameters
 from teraio.optimizer.subgroups import ParameterUpdate, PendingStep, Subgroups, SubgroupSizes
 
@@ -51,7 +51,7 @@ class ManagedOptimizer:
         self.adoption_due = False
         self.had_blocks = False
         self._load_hook: RemovableHandle | None = None
-        self._emptied: NarrowedGroups | None = None
+        self._give_back: Callable[[], None] | None = None
         # By number of the parameter, name of the state, and position among the tensors of that name.
         self._blocks_of_states: dict[tuple[int, str, int], Block] = {}
         self.small_bytes = 0
@@ -193,15 +193,10 @@ class ManagedOptimizer:
             return ParameterUpdate(total_bytes=total_bytes)
         others = self._by.buckets.hold(parameter) or (parameter in self._by.sharded and self._by.sharded.stay)
         own = gradient.layout is torch.strided and not others
-        master = self.facts.master_bytes(parameter)
         state_bytes = self.facts.state_sizes(parameter)
-        fresh_master = master if lacks_master(self.facts, parameter) else 0
+        fresh_master = self.facts.master_bytes(parameter) if lacks_master(self.facts, parameter) else 0
         return ParameterUpdate(
             total_bytes=total_bytes,
-            size_bytes=master or bytes_of(parameter),
-            master_bytes=master,
-            device=parameter.device.type,
-            dtype=parameter.dtype,
             elements=holder_of(parameter).numel(),
             fresh_bytes=fresh_master + (sum(state_bytes) if lacks_states(self.facts, parameter) else 0),
             state_bytes=max((*state_bytes, fresh_master), default=0),
@@ -214,17 +209,16 @@ class ManagedOptimizer:
         """Return the block of a parameter or a gradient; `name` if it becomes one."""
         return self._pager.block_of(tensor, name=name, kind=kind, user_visible=True)
 
-    def leave_nothing(self, groups: NarrowedGroups) -> None:
+    def leave_nothing(self) -> None:
         """All parameters are updated: PyTorch's own call of `step` finds none. `step_ended` gives them back."""
-        groups.narrow(())
-        self._emptied = groups
+        self._give_back = emptied(self.optimizer)
 
     def step_ended(self) -> bool:
         """Give the optimizer back the parameters that `leave_nothing` took. Return whether it had taken them."""
-        emptied, self._emptied = self._emptied, None
-        if emptied is not None:
-            emptied.restore()
-        return emptied is not None
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+        return give_back is not None
 
 
 class ManagedOptimizers:

@@ -23,8 +23,8 @@ from runtime.execution import InterleavedStages, Program
 from runtime.paging import Block, Pager
 from teraio.distributed import rank_count
 from teraio.following import IterationObserver
-from teraio.optimizer.arithmetic import Replica, casting_bytes, lacks_master, lacks_states, update_replicas
-from teraio.optimizer.facts import OptimizerFacts, OwnedParameter, bytes_of, owned_parameters
+from teraio.optimizer.arithmetic import lacks_master, lacks_states, run_step
+from teraio.optimizer.facts import OptimizerFacts, OwnedParameter, owned_parameters
 from teraio.optimizer.final_gradients import (
     FinalGradient,
     Leaf,
@@ -222,16 +222,13 @@ class Member(NamedTuple):
         return self.facts.trained_bytes(self.parameter)
 
     @property
-    def itself(self) -> Replica:
-        """The parameter as its own replica, for an update of some parameters alone."""
-        state = self.facts.optimizer.state.get(self.parameter, {})
-        return Replica(group=self.eligibility.group, parameter=self.parameter, state=state)
+    def owned(self) -> OwnedParameter:
+        return OwnedParameter(self.eligibility.number, self.eligibility.group, self.parameter)
 
     def owned_blocks(self) -> tuple[Block, ...]:
         """Return the blocks. What is none becomes one."""
-        owned = OwnedParameter(self.eligibility.number, self.eligibility.group, self.parameter)
-        own = self.managed.block(self.parameter, f"optimizer/parameter.{owned.number}", "parameter")
-        return own, *self.managed.state_blocks(owned)
+        own = self.managed.block(self.parameter, f"optimizer/parameter.{self.owned.number}", "parameter")
+        return own, *self.managed.state_blocks(self.owned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,15 +299,14 @@ class _GraphUpdates:
         # Now, since memory may run out below: what lets go of the gradients must not need any.
         gradients, again = [block for block in known if block is not None], iter(members)
         changed = tuple(dict.fromkeys(block for member in members for block in member.blocks))
-        masters = [facts.master_bytes(m.parameter) for m in members]
-        sizes = [(m.parameter.device.type, own or bytes_of(m.parameter)) for m, own in zip(members, masters, strict=True)]
+        parameters = [member.parameter for member in members]
 
         def update() -> Sequence[Block]:
             try:
                 for member in members:
                     member.eligibility.updated = True  # also if the update fails half-way
                     member.parameter.grad = slots[member.final.slot]
-                update_replicas(facts, [member.itself for member in members])
+                run_step(facts, [member.owned for member in members])
             finally:
                 for member in again:
                     member.parameter.grad = slots[member.final.slot] = None
@@ -324,8 +320,8 @@ class _GraphUpdates:
                 read=tuple(dict.fromkeys((*changed, *gradients))),
                 written=changed,
                 freed=gradients,
-                workspace_bytes=facts.temporary_bytes(sizes) + casting_bytes(masters),
-                elements=sum(member.parameter.numel() for member in members),
+                workspace_bytes=facts.temporary_bytes(parameters),
+                elements=sum(parameter.numel() for parameter in parameters),
             )
         except BudgetError as error:
             self._by.no_room(members, error)

@@ -37,7 +37,7 @@ from runtime.paging import Block, Pager
 from runtime.storage import ALIGNMENT_BYTES, RangeCopy, align_up, in_turns
 from runtime.system import annotate
 from teraio.distributed import rank_count
-from teraio.optimizer.arithmetic import Replica, copied, has_elements_of, scratch_replica, update_replicas
+from teraio.optimizer.arithmetic import Replica, copied, has_elements_of, update_replicas
 from teraio.optimizer.facts import OptimizerFacts, OwnedParameter, moves
 
 # Slices of the states that are on the device at once: one that is updated, two that are read, one that is written back.
@@ -103,7 +103,7 @@ def slicing(facts: OptimizerFacts, owned: OwnedParameter, pager: Pager) -> Slici
     def needed(elements: int) -> tuple[int, int]:
         """Return the bytes of buffers and of temporaries. Fresh states count twice: as made by the update, and as copies."""
         buffers = _BUFFERS * itemsize * elements + (ALIGNMENT_BYTES if states else 0)
-        temporaries = facts.temporary_bytes([(parameter.device.type, elements * parameter.itemsize)])
+        temporaries = facts.temporary_copies * elements * parameter.itemsize
         return buffers, temporaries + (itemsize * elements if fresh else 0) + (_COUNTERS_BYTES if states else 0)
 
     elements = 1 << (_MAX_SLICE_BYTES // parameter.itemsize).bit_length() - 1
@@ -144,10 +144,19 @@ def _can_be_cut(state: object, parameter: Tensor, pager: Pager) -> bool:
 
 
 def _states_after(facts: OptimizerFacts, owned: OwnedParameter) -> dict[str, torch.dtype]:
-    """Return the elementwise states that the next update leaves, found out by an update of a tiny parameter."""
-    replica = scratch_replica(facts, owned, (_TRIED_ELEMENTS,))
-    update_replicas(facts, [replica])
-    return {name: value.dtype for name, value in replica.state.items() if has_elements_of(value, replica.parameter)}
+    """Return the elementwise states that the next update leaves, found out by an update of a tiny parameter.
+
+    Reads no data except counters, of which it has copies.
+    """
+    parameter = owned.tensor
+    tried = torch.zeros(_TRIED_ELEMENTS, dtype=parameter.dtype, device=parameter.device)
+    tried.grad = torch.zeros_like(tried)
+    state = {
+        name: torch.zeros_like(tried, dtype=value.dtype) if has_elements_of(value, parameter) else copied(value)
+        for name, value in (facts.optimizer.state.get(parameter) or {}).items()
+    }
+    update_replicas(facts, [Replica(group=owned.group, parameter=tried, state=state)])
+    return {name: value.dtype for name, value in state.items() if has_elements_of(value, tried)}
 
 
 # -- the update

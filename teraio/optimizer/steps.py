@@ -1,7 +1,7 @@
 """The hooks on optimizer steps, which bring the steps and states of `torch.optim` optimizers under the budget.
 
 Optimizers stay as they are: PyTorch's global step hooks are enough. The pre-hook updates the parameters subgroup by subgroup, by
-the undecorated `step` with `param_groups` narrowed to the subgroup (`teraio.optimizer.subgroup_steps`). It leaves the groups
+the undecorated `step` of a twin that has only these parameters (`teraio.optimizer.subgroup_steps`). It leaves `param_groups`
 empty for the original call, so that schedulers, states and hooks see one ordinary step. The post-hook gives the groups back.
 An optimizer that cannot be cut runs as a whole: all blocks that it touches are brought in first.
 If the step has a closure, all of this waits until the optimizer has called it: the pre-hook puts another closure in its place.
@@ -266,8 +266,7 @@ class _WholeSteps:
         running.annotation.__exit__(None, None, None)
         with self._pager.device.region():
             try:
-                parameters = owned_parameters(managed.optimizer)
-                made = managed.made_states([parameters[number] for number in subgroup.numbers], subgroup.read)
+                made = managed.made_states(owned_parameters(managed.optimizer), subgroup.read)
             finally:
                 self._pager.retire(subgroup.read, subgroup.read, last_used=subgroup.states)
             self._recorder.stage_ended(

@@ -9,7 +9,7 @@ A parameter that is too large for that is a subgroup by itself, see [Note: Updat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 
@@ -21,7 +21,8 @@ from runtime.execution import StageRun
 from runtime.paging import Block, Pager, State
 from runtime.system import annotate
 from teraio.following import IterationObserver
-from teraio.optimizer.arithmetic import NarrowedGroups, run_step
+from teraio.optimizer.arithmetic import run_step
+from teraio.optimizer.facts import OwnedParameter
 from teraio.optimizer.host import HostRates, HostUpdate, HostUpdates
 from teraio.optimizer.managed import ManagedOptimizer
 from teraio.optimizer.slices import SlicedUpdate, lent_slices
@@ -55,7 +56,7 @@ class SubgroupSteps:
         done: numbers of the parameters that are updated already. Waits for blocks. Raises BudgetError if an update does not fit,
         StorageError if a copy failed.
         """
-        step, groups = managed.pending_step(), NarrowedGroups(managed.optimizer)
+        step = managed.pending_step()
         with self.pager.region():
             try:
                 subgroups = [each for each in managed.subgroups.of(step) if not done or not done.issuperset(each.numbers)]
@@ -64,10 +65,10 @@ class SubgroupSteps:
                     there = {block for subgroup in subgroups for block in subgroup.states}
                     self.ensure_room(sum(block.size_bytes for block in there) + made_bytes)
                 self.recorder.region_begins(managed.identity, len(subgroups))
-                _SubgroupStep(self, managed, step, groups, subgroups).run()
+                _SubgroupStep(self, managed, step, subgroups).run()
             finally:
                 self.recorder.region_ended()
-        managed.leave_nothing(groups)
+        managed.leave_nothing()
 
 
 @dataclass(slots=True)
@@ -77,7 +78,6 @@ class _SubgroupStep:
     by: SubgroupSteps
     managed: ManagedOptimizer
     step: PendingStep
-    groups: NarrowedGroups
     subgroups: Sequence[ParameterSubgroup]
 
     def run(self) -> None:
@@ -169,6 +169,7 @@ class _SubgroupStep:
         following: blocks of the next subgroup, without a plan. fetch: blocks that the plan prefetches from now on.
         """
         pager, read = self.by.pager, subgroup.read
+        parameters = [self.step.parameters[number] for number in subgroup.numbers]
         # Without a plan, one subgroup ahead: the next one's blocks come in while this one is updated.
         missing = [block for block in following if block.state is State.OFFLOADED]
         pager.acquire(read, subgroup.workspace_bytes, name, then_fetch=missing or fetch, in_one_piece=True)
@@ -179,19 +180,17 @@ class _SubgroupStep:
             try:
                 pager.evict_until_free(sum(block.size_bytes for block in missing), keep=following)
                 begin = self.by.recorder.mark()
-                self.groups.narrow(subgroup.numbers)
-                gradients = GradientVersions(self.managed.optimizer)
+                gradients = GradientVersions(self.managed.optimizer, parameters)
                 with annotate("update", name):
                     if slices is not None:
                         slices.run()
                     else:
-                        run_step(self.step.facts)
+                        run_step(self.step.facts, parameters)
                 end = self.by.recorder.mark()
             finally:
-                self.groups.restore()
                 # Before the pager takes back what was reserved for new states.
                 if subgroup.fresh_bytes:
-                    made = self.managed.made_states([self.step.parameters[number] for number in subgroup.numbers], read)
+                    made = self.managed.made_states(parameters, read)
                 if gradients is not None:
                     unchanged = gradients.unchanged(pager.known_block)
         finally:
@@ -217,18 +216,18 @@ def _stage_name(number: int) -> str:
 
 
 class GradientVersions:
-    """The versions that the gradients of an optimizer's present parameters had before an update.
+    """The versions that the gradients of some parameters of an optimizer had before an update.
 
     Tells which gradients the update has not changed, so that their copies in the lower tiers stay valid.
     """
 
     # Correct for the optimizers of torch.optim: none of them writes through `.data`, which does not change the version.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, parameters: Iterable[OwnedParameter]) -> None:
         # A fused optimizer that a GradScaler drives divides gradients in place, and does not change the version.
         scaled = getattr(optimizer, "grad_scale", None) is not None
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        gradients = (p.grad for p in parameters if p.grad is not None and not p.grad.is_inference())
+        found = (owned.tensor.grad for owned in parameters)
+        gradients = (gradient for gradient in found if gradient is not None and not gradient.is_inference())
         self._versions = [] if scaled else [(gradient, gradient._version) for gradient in gradients]
 
     def unchanged(self, block_of: Callable[[Tensor], Block | None]) -> set[Block]:

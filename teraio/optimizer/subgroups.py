@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from types import MappingProxyType
 
 import torch
@@ -18,7 +19,6 @@ from planner.schema import WaitingTier
 from planner.subgroup_size import UNMEASURED_BYTES, largest_subgroup_bytes
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Block, Pager
-from teraio.optimizer.arithmetic import casting_bytes
 from teraio.optimizer.facts import USUAL_STATES, OptimizerFacts, OwnedParameter, cut, moves
 from teraio.optimizer.slices import Slicing, slicing
 
@@ -98,16 +98,10 @@ class ParameterUpdate:
     """What the update of one parameter touches. Without a gradient it touches nothing, and `elements` is 0.
 
     total_bytes: of parameter, gradient and states, also without a gradient.
-    size_bytes: of the tensor that the optimizer updates: the parameter or its master.
-    master_bytes: of the master, 0 if there is none.
     fresh_bytes: of the states that this update makes first. state_bytes: of the largest tensor of the state.
     """
 
     total_bytes: int
-    size_bytes: int = 0
-    master_bytes: int = 0
-    device: str = "cpu"
-    dtype: torch.dtype | None = None
     elements: int = 0
     fresh_bytes: int = 0
     state_bytes: int = 0
@@ -226,22 +220,22 @@ class Subgroups:
         self, step: PendingStep, numbers: Sequence[int], slicings: Mapping[int, Slicing] = MappingProxyType({})
     ) -> ParameterSubgroup:
         """Return the subgroup of these parameters. slicings: of the parameters that are updated by slices, by number."""
-        active = [update for number in numbers if (update := step.updates[number]).elements]
+        touched = [number for number in numbers if step.updates[number].elements]
+        active = [step.updates[number] for number in touched]
         slices = slicings.get(numbers[0]) if len(numbers) == 1 else None
         states = tuple(dict.fromkeys(block for update in active for block in update.states))
         stay_away = states if slices is not None else ()
         parameters = [update.parameter for update in active if update.parameter is not None]
-        sizes = [(update.device, update.size_bytes) for update in active]
-        casts = casting_bytes([update.master_bytes for update in active])
+        tensors = [step.parameters[number].tensor for number in touched]
         fresh = [update for update in active if update.fresh_bytes] if slices is None else []
         return ParameterSubgroup(
             numbers=tuple(numbers),
-            dtype=active[0].dtype if active else None,
+            dtype=tensors[0].dtype if tensors else None,
             read=tuple(dict.fromkeys(block for update in active for block in update.blocks if block not in stay_away)),
             written=tuple(dict.fromkeys((*parameters, *(states if slices is None else ())))),
             states=states,
             elements=sum(update.elements for update in active),
-            temporary_bytes=step.facts.temporary_bytes(sizes) + casts if slices is None else slices.workspace_bytes,
+            temporary_bytes=step.facts.temporary_bytes(tensors) if slices is None else slices.workspace_bytes,
             fresh_bytes=sum(update.fresh_bytes + _COUNTERS_BYTES for update in fresh),
             movable_fresh_bytes=sum(update.fresh_bytes for update in fresh if self._can_leave(update.state_bytes)),
             slicing=slices,
@@ -276,7 +270,8 @@ class Subgroups:
         room = self._room_bytes()
         if room is None:
             return frozenset()
-        temporaries = [step.facts.temporary_bytes([(update.device, update.size_bytes)]) for update in step.updates]
+        pairs = list(zip(step.updates, step.parameters, strict=True))
+        temporaries = [step.facts.temporary_bytes([owned.tensor]) if update.elements else 0 for update, owned in pairs]
         if sum(step.sizes) + max(temporaries, default=0) <= room:
             return frozenset()
         needed = [
@@ -321,14 +316,10 @@ def _joined(step: PendingStep, room_bytes: int | None) -> frozenset[int]:
     """Return the numbers of parameters that should be in the subgroup of the one before: their gradients are in one block."""
     # FSDP reduces the gradients of a group to one storage. Only a subgroup that has all of them can be updated on the host.
     joined: set[int] = set()
-    run: list[int] = []
-    size = 0
-    before: Block | None = None
-    for number, update in enumerate((*step.updates, ParameterUpdate(total_bytes=0))):  # the last one ends the last run
-        if update.gradient is None or update.gradient is not before:
-            if room_bytes is None or _PARTS * size <= room_bytes:  # the next ones have to come in meanwhile
-                joined.update(run[1:])
-            run, size = [], 0
-        run.append(number)
-        size, before = size + update.total_bytes, update.gradient
+    for gradient, found in groupby(range(len(step.updates)), key=lambda number: step.updates[number].gradient):
+        run = list(found)
+        size = sum(step.updates[number].total_bytes for number in run)
+        # The next ones have to come in meanwhile.
+        if gradient is not None and (room_bytes is None or _PARTS * size <= room_bytes):
+            joined.update(run[1:])
     return frozenset(joined)

@@ -18,10 +18,10 @@ from planner.schema import Tiled, Trace
 from runtime.execution import Kind, Phase, Program, StageFunction
 from teraio.stages import operators as ops
 from teraio.stages.codegen import Codegen, eager_codegen, inductor_codegen
-from teraio.stages.cost import SpeedOf, seconds, speed_of
+from teraio.stages.cost import Speed, SpeedOf, seconds, speed_of
 from teraio.stages.cut import GPU_POLICY, CutPolicy, assign, can_cut
-from teraio.stages.layout import CompiledStage, lay_out, name_of, results_of, user_results
-from teraio.stages.split import Subgraph, is_repeatable, path_of_modules, reasons_against, split
+from teraio.stages.layout import lay_out, name_of, results_of, user_results
+from teraio.stages.split import Subgraph, path_of_modules, reasons_against, split
 from teraio.stages.tiles import marking, settle, tile
 
 
@@ -99,19 +99,12 @@ class StageCompiler:
         self._graphs += 1
         is_forward = phase == "forward"
         prepare(gm.graph)
-        if can_cut(gm.graph) is None:
-            self._tile(gm.graph, name_of(phase, identity))
-        subgraphs = self._subgraphs(gm, floor_bytes=0 if is_forward else self._forward_bytes)
-        # Compiling rewrites a subgraph: all of them are judged first.
+        subgraphs = self._subgraphs(gm, name_of(phase, identity), floor_bytes=0 if is_forward else self._forward_bytes)
         reasons = self._reasons(gm, subgraphs, inputs) if is_forward else [""] * len(subgraphs)
-        repeatable = [is_repeatable(subgraph, keeps_seeds=self._fuses) for subgraph in subgraphs]
-        stages = [
-            CompiledStage(subgraph=subgraph, run=self._function(subgraph, options), repeatable=again, never_again=reason)
-            for subgraph, again, reason in zip(subgraphs, repeatable, reasons, strict=True)
-        ]
+        functions = [self._function(subgraph, options) for subgraph in subgraphs]
         _report_strides(gm)
         counted = frozenset[str]() if is_forward else self._forward_values
-        program = lay_out(gm, stages, inputs, identity=identity, phase=phase, counted=counted)
+        program = lay_out(gm, subgraphs, functions, reasons, inputs, identity=identity, phase=phase, counted=counted)
         if is_forward:  # its backward graph comes next, where what it saves has the same name
             largest = program if program.resize is None else program.resize.largest(program)
             self._forward_bytes = max((stage.need_bytes for stage in largest.stages), default=0)
@@ -125,22 +118,23 @@ class StageCompiler:
         shown = [cast(Sequence[Any], output.args[0])[i] for i in user_results(output, "forward")]
         visible = [result for result in shown if isinstance(result, Node)]
         written = _written_later(placeholders)
-        return reasons_against(subgraphs, visible=visible, written=written, keeps_seeds=self._fuses, names=names)
+        return reasons_against(subgraphs, visible=visible, written=written, names=names)
 
-    def _subgraphs(self, gm: GraphModule, *, floor_bytes: int) -> list[Subgraph]:
-        operators = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+    def _subgraphs(self, gm: GraphModule, name: str, *, floor_bytes: int) -> list[Subgraph]:
+        """Return the stages of a graph, with what is marked in tiles. floor_bytes: as for `assign`."""
         if can_cut(gm.graph) is not None:
+            operators = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
             return split(gm, dict.fromkeys(operators, 0), fuses=self._fuses)
         device, fuses, most = _device(gm.graph), self._fuses, self._most_bytes
         policy = self._policy or (CutPolicy() if device.type == "cpu" else GPU_POLICY)
         speed = self._speed_of(device)
+        self._tile(gm.graph, name, speed)
         stage_of = assign(gm.graph, speed=speed, policy=policy, floor_bytes=floor_bytes, fuses=fuses, most_bytes=most)
         settle(gm.graph)
         return split(gm, stage_of, fuses=fuses)
 
-    def _tile(self, graph: Graph, name: str) -> None:
+    def _tile(self, graph: Graph, name: str, speed: Speed) -> None:
         """Have what is marked run in tiles, and note what that is."""
-        speed = self._speed_of(_device(graph))
         takes: dict[Node, float] = {}  # of the graph as it is before the first region
         for region in tile(graph):
             takes = takes or {node: seconds(node, speed) for node in graph.nodes}

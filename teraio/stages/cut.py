@@ -204,22 +204,19 @@ def _hoist_small(nodes: list[Node], stage_of: dict[Node, int]) -> None:
         if ops.is_wait(node):  # collectives stay where they are launched, see [Note: Collectives]
             stage_of[node] = stage_of.get(ops.launch_of(node), stage_of[node])
             continue
-        sources = [stage_of[n] for n in node.all_input_nodes if n in stage_of]
-        if (
-            not sources
-            or max(sources) >= stage_of[node]
-            or not isinstance(node.target, torch._ops.OpOverload)
-            or ops.is_launch(node)
-        ):
+        source = max((stage_of[n] for n in node.all_input_nodes if n in stage_of), default=stage_of[node])
+        if source >= stage_of[node] or not _only_computes(node) or ops.draws(node):
             continue
-        if is_heavy(node) or node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
-            continue
-        if ops.looks_up_seed(node) or ops.uses_seed(
-            node
-        ):  # else the small masks of all layers would gather in the stage of the seeds
-            continue
-        if ops.output_bytes(node) < _SMALL_BYTES:
-            stage_of[node] = max(sources)
+        # Else the small masks of all layers would gather in the stage of the seeds.
+        if not (ops.looks_up_seed(node) or ops.uses_seed(node)) and ops.output_bytes(node) < _SMALL_BYTES:
+            stage_of[node] = source
+
+
+def _only_computes(node: Node) -> bool:
+    """Return whether `node` is a cheap operator of PyTorch that writes nothing and is no collective: it may run elsewhere."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable or is_heavy(node):
+        return False
+    return not (ops.is_launch(node) or ops.is_wait(node))  # which must keep their order, see [Note: Collectives]
 
 
 def _hoist_returned_views(nodes: list[Node], stage_of: dict[Node, int]) -> None:
@@ -265,22 +262,15 @@ def _sink_updates(stage_of: dict[Node, int]) -> None:
     for node in reversed(stage_of):  # from users to what they use
         if _writes_an_input(node):
             sunk[node] = stage_of[node]
-        elif node.users and all(user in sunk for user in node.users) and _is_small_work(node):
-            sunk[node] = min(sunk[user] for user in node.users)
+        elif node.users and all(user in sunk for user in node.users) and _only_computes(node):
+            if all(ops.output_bytes(each) < _SMALL_BYTES for each in (node, *node.all_input_nodes)):
+                sunk[node] = min(sunk[user] for user in node.users)
     stage_of.update(sunk)
 
 
 def _writes_an_input(node: Node) -> bool:
     target = node.args[0] if node.args else None
     return ops.packet_name(node) == "copy_" and isinstance(target, Node) and target.op == "placeholder" and not node.users
-
-
-def _is_small_work(node: Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable or is_heavy(node):
-        return False
-    if ops.is_launch(node) or ops.is_wait(node):  # must keep their order, see [Note: Collectives]
-        return False
-    return all(ops.output_bytes(each) < _SMALL_BYTES for each in (node, *node.all_input_nodes))
 
 
 def _repeat_constants(graph: Graph, stage_of: dict[Node, int]) -> None:

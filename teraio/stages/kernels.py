@@ -128,8 +128,7 @@ def _kernel(group: Sequence[Node], storages: Mapping[Node, StorageKey], inlined:
     if heavy is None:
         return Kernel(0.0, ops.precision(tensor for node in group for tensor in ops.tensors_at(node)), touched, "fused")
     operator, arguments, named = ops.unwrapped(heavy)
-    given = dict(zip((argument.name for argument in operator._schema.arguments), arguments, strict=False)) | dict(named)
-    given = torch.fx.node.map_arg(given, lambda source: source.meta.get("val"))
+    given = torch.fx.node.map_arg(ops.by_name(operator, arguments, named), lambda source: source.meta.get("val"))
     kernel = _heavy(operator, given, heavy.meta.get("val"), flops(heavy), ops.precision(ops.tensors_at(heavy)), touched)
     # PyTorch makes the wrappers of random operators without its mark, in both graphs and for nothing else.
     return replace(kernel, of_forward=heavy.meta.get("partitioner_tag") == "is_forward" or ops.carries_random_state(heavy))
@@ -220,30 +219,24 @@ def operator_kernel(operator: torch._ops.OpOverload, arguments: Mapping[str, Any
     read = {id(tensor): tensor for tensor in ops.fake_tensors(list(arguments.values()))}
     storages = {tensor.untyped_storage()._cdata for tensor in read.values()}
     made = [tensor for tensor in ops.fake_tensors(result) if tensor.untyped_storage()._cdata not in storages]
-    changed = list(ops.fake_tensors([arguments.get(name) for name in _written(operator, arguments)]))
+    # PyTorch's fused optimizers say that they write gradients. They do if they take a scale out of them.
+    reads_gradients = arguments.get("grad_scale") is None
+    written = [name for name in ops.written_names(operator) if not (name == "grads" and reads_gradients)]
+    changed = list(ops.fake_tensors([arguments.get(name) for name in written]))
     name, tags = ops.base_name(operator), operator.tags
     if name in _EMPTY or torch.Tag.inplace_view in tags or not (made or changed or torch.Tag.data_dependent_output in tags):
         return None
     sizes = {key: ops.storage_bytes(tensor) for key, tensor in read.items()}
-    written = sum(map(ops.storage_bytes, (*made, *changed)))
+    written_bytes = sum(map(ops.storage_bytes, (*made, *changed)))
     for unread in _unread(operator, arguments):
         sizes.pop(id(unread), None)
     if name in _LOOKUPS:
         first = next(iter(sizes))
-        sizes[first] = min(sizes[first], written)
-    touched = sum(sizes.values()) + written
+        sizes[first] = min(sizes[first], written_bytes)
+    touched = sum(sizes.values()) + written_bytes
     dtype = ops.precision([*read.values(), *made])
     operations = operator_flops(operator, list(arguments.values()), {}, result)
     return _heavy(operator, arguments, result, operations, dtype, touched) if operations else Kernel(0.0, dtype, touched)
-
-
-def _written(operator: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of the arguments that an operator writes."""
-    for argument in operator._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            # PyTorch's fused optimizers say that they write gradients. They do if they take a scale out of them.
-            if argument.name != "grads" or arguments.get("grad_scale") is not None:
-                yield argument.name
 
 
 def _unread(operator: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> Iterator[torch.Tensor]:

@@ -17,28 +17,23 @@ from teraio.stages.operators import Symbols
 from teraio.stages.split import Subgraph, at_peak, peak_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledStage:
-    """A stage of a graph, with its compiled function. repeatable, never_again: as in `Stage`."""
-
-    subgraph: Subgraph
-    run: StageFunction
-    repeatable: bool
-    never_again: str
-
-
 def lay_out(
     gm: GraphModule,
-    stages: Sequence[CompiledStage],
+    subgraphs: Sequence[Subgraph],
+    functions: Sequence[StageFunction],
+    never_again: Sequence[str],
     inputs: Sequence[tuple[str, Kind]],
     *,
     identity: int,
     phase: Phase,
     counted: frozenset[str],
 ) -> Program:
-    """Number the slots. counted: names of the values of the forward graph, which its `small_bytes` counts."""
+    """Number the slots.
+
+    functions, never_again: of each subgraph, see `Stage`. counted: names of the values of the forward graph, which its
+    `small_bytes` counts.
+    """
     prefix = name_of(phase, identity)
-    subgraphs = [each.subgraph for each in stages]
     placeholders = gm.graph.find_nodes(op="placeholder")
     output = gm.graph.output_node()
     returned = results_of(gm)
@@ -58,13 +53,12 @@ def lay_out(
     resizer = Resizer(placeholders, returned, unmoved, subgraphs, owners)
     hints = _symbol_values(placeholders, [node.meta.get("val") for node in placeholders])
 
-    def stage(number: int, compiled: CompiledStage) -> Stage:
-        subgraph = compiled.subgraph
+    def stage(number: int, subgraph: Subgraph) -> Stage:
         touched = [slots[n] for n in (*subgraph.inputs, *subgraph.outputs)]
         return Stage(
             name=names[number],
             phase=phase,
-            run=compiled.run,
+            run=functions[number],
             inputs=tuple(slots[n] for n in subgraph.inputs),
             outputs=tuple(slots[n] for n in subgraph.outputs),
             frees=tuple(s for s in dict.fromkeys(touched) if uses[s][-1] == number and s not in kept),
@@ -72,8 +66,8 @@ def lay_out(
             **resizer.stage_bytes(number, hints),
             mutates=tuple(slots[n] for n in subgraph.mutated),
             has_collectives=ops.has_collectives(subgraph.module.graph),
-            repeatable=compiled.repeatable,
-            never_again=compiled.never_again,
+            repeatable=subgraph.repeatable,
+            never_again=never_again[number],
             has_class_loss=ops.has_class_loss(subgraph.module.graph),
         )
 
@@ -82,7 +76,7 @@ def lay_out(
         identity=identity,
         name=prefix,
         phase=phase,
-        stages=tuple(stage(number, compiled) for number, compiled in enumerate(stages)),
+        stages=tuple(stage(number, subgraph) for number, subgraph in enumerate(subgraphs)),
         input_count=len(placeholders),
         slot_names=(*(name for name, _ in inputs), *(f"{prefix}/{n.name}" for n in list(slots)[len(inputs) :])),
         slot_kinds=(
@@ -143,7 +137,7 @@ class Resizer:
     _placeholders: list[Node]
     _returned: list[Node]
     _unmoved: list[Node]
-    _subgraphs: list[Subgraph]
+    _subgraphs: Sequence[Subgraph]
     _owners: list[list[Node]]
     _known: dict[tuple[int, ...], Program] = field(init=False, default_factory=dict)  # the one that was used last comes last
 

@@ -191,13 +191,22 @@ def is_written(value: Node) -> bool:
             if user.op != "output" and not is_size(user) and not is_getitem(user) and target is not settled:
                 return True
         elif target._schema.is_mutable:
-            named = dict(zip((a.name for a in target._schema.arguments), arguments, strict=False)) | dict(named_arguments)
-            writes = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-            if any(value in _nodes(named.get(name)) for name in writes):
+            named = by_name(target, arguments, named_arguments)
+            if any(value in _nodes(named.get(name)) for name in written_names(target)):
                 return True
         if (is_view(user) or is_getitem(user)) and is_written(user):
             return True
     return False
+
+
+def by_name(target: torch._ops.OpOverload, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call of an operator by their names."""
+    return dict(zip((argument.name for argument in target._schema.arguments), arguments, strict=False)) | dict(named)
+
+
+def written_names(target: torch._ops.OpOverload) -> list[str]:
+    """Return the names of the arguments that an operator writes."""
+    return [each.name for each in target._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
 
 
 def _nodes(argument: Any) -> list[Node]:
@@ -305,15 +314,18 @@ def _is_distributed(node: Node) -> bool:
 # The symbolic sizes of a graph: they are computed from those among its inputs, wherever an operator needs one.
 
 
+def size_inputs(graph: Graph) -> dict[sympy.Expr, Node]:
+    """Return the inputs of a graph that are symbolic sizes, each size once."""
+    inputs = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), torch.SymInt)]
+    return {node.meta["val"].node.expr: node for node in reversed(inputs)}  # of equal ones the first
+
+
 class Sizes:
     """The nodes of a graph that have symbolic sizes. Sizes that are not there are made from those of the inputs."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._known: dict[sympy.Expr, Node] = {}
-        for node in graph.find_nodes(op="placeholder"):
-            if isinstance(node.meta.get("val"), torch.SymInt):
-                self._known.setdefault(node.meta["val"].node.expr, node)
+        self._known = size_inputs(graph)
 
     def has(self, expression: sympy.Expr) -> bool:
         """Return whether a size can be made."""

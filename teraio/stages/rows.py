@@ -24,6 +24,7 @@ ROWS = object()
 """Stands in the arguments of a part for its number of rows."""
 
 Size: TypeAlias = int | sympy.Expr
+Shape: TypeAlias = tuple[Size, ...]
 
 aten = torch.ops.aten
 
@@ -60,11 +61,13 @@ class Part:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-# Takes an operator, where the rows lie in its result (None: it sums over them), their number, and where they are known to lie.
-_Rule = Callable[[Node, Rows | None, Size, Mapping[Node, Rows]], Part | None]
+# Take an operator, the shape of its result, where the rows lie in that (None: it sums over them), their number, and where they
+# are known to lie.
+_Rule = Callable[[Node, Shape, Rows, Size, Mapping[Node, Rows]], Part | None]
+_SumRule = Callable[[Node, Shape, None, Size, Mapping[Node, Rows]], Part | None]
 
 
-def shape_of(node: Node) -> tuple[Size, ...] | None:
+def shape_of(node: Node) -> Shape | None:
     """Return the shape of what `node` returns, of several results that of the first; None if that is no tensor."""
     value = node.meta.get("val")
     first = value[0] if isinstance(value, (tuple, list)) and value else value
@@ -100,14 +103,14 @@ def part_of(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]
 
     out: where the rows lie in its result; None: it sums over them. known: where they lie in other values; the part agrees.
     """
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or draws(node):
+    target, name, shape = node.target, packet_name(node), shape_of(node)
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or draws(node) or shape is None:
         return None
-    if shape_of(node) is None:
-        return None
-    pointwise = torch.Tag.pointwise in target.tags or packet_name(node) in _POINTWISE
-    rule = _pointwise if pointwise else _RULES.get(packet_name(node))
-    part = rule(node, out, rows, known) if rule is not None else None
+    if out is None:
+        part = _SUMS[name](node, shape, out, rows, known) if name in _SUMS else None
+    else:
+        rule = _pointwise if torch.Tag.pointwise in target.tags or name in _POINTWISE else _RULES.get(name)
+        part = rule(node, shape, out, rows, known) if rule is not None else None
     if part is None or any(part.inputs.get(each) != known[each] for each in tensors_taken(node) if each in known):
         return None
     return part if all(there in places(shape_of(source) or (), rows) for source, there in part.inputs.items()) else None
@@ -117,14 +120,13 @@ def part_of(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]
 _POINTWISE = frozenset("_to_copy clone detach alias zeros_like ones_like full_like convert_element_type".split())
 
 
-def _pointwise(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
-    inputs = _aligned(node, out) if out is not None else None
+def _pointwise(node: Node, shape: Shape, out: Rows, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
+    inputs = _aligned(node, shape, out)
     return None if inputs is None else Part(inputs, node.target, node.args, node.kwargs)
 
 
-def _aligned(node: Node, out: Rows) -> dict[Node, Rows] | None:
+def _aligned(node: Node, shape: Shape, out: Rows) -> dict[Node, Rows] | None:
     """Return where the rows lie in what `node` takes, by the rules of broadcasting; None if they cannot be told apart."""
-    shape = cast(tuple[Size, ...], shape_of(node))
     inputs: dict[Node, Rows] = {}
     for source in tensors_taken(node):
         own = shape_of(source)
@@ -151,11 +153,10 @@ def _argument(node: Node, name: str) -> tuple[Any, Callable[[Any], tuple[tuple[A
     return given, lambda new: (node.args, {**node.kwargs, name: new})
 
 
-def _along(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
+def _along(node: Node, shape: Shape, out: Rows, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     """Work along one dimension, in which sizes may differ: softmax, its gradient, gather, scatter, slices."""
     dim, with_dim = _argument(node, "dim")
-    shape = cast(tuple[Size, ...], shape_of(node))
-    if out is None or not isinstance(dim, int) or dim % len(shape) in out:
+    if not isinstance(dim, int) or dim % len(shape) in out:
         return None
     for source in tensors_taken(node):
         own = shape_of(source)
@@ -165,44 +166,45 @@ def _along(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows])
     return Part(dict.fromkeys(tensors_taken(node), out), node.target, args, kwargs)
 
 
-def _padded(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
-    (source, pad, *_), shape = node.args, shape_of(node)
-    if out is None or shape is None or len(shape) - len(cast(list[int], pad)) // 2 < out.first + out.count:
+def _padded(node: Node, shape: Shape, out: Rows, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
+    source, pad, *_ = node.args
+    if len(shape) - len(cast(list[int], pad)) // 2 < out.first + out.count:
         return None
     return Part({cast(Node, source): out}, node.target, node.args, node.kwargs)
 
 
-def _reduced(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
+def _reduced(node: Node, shape: Shape, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     """Reduce some dimensions: the rows are none of them, or are summed over."""
     source = cast(Node, node.args[0])
-    shape = shape_of(source)
-    if shape is None:
-        return None
+    count = len(shape_of(source) or ())
     given, with_dims = _argument(node, "dim")
-    listed = [given] if isinstance(given, int) else given or range(len(shape))
-    dims = {dim % len(shape) for dim in listed} if shape else set()
-    keeps = bool(_argument(node, "keepdim")[0])
+    listed = [given] if isinstance(given, int) else given or range(count)
+    dims = {dim % count for dim in listed} if count else set()
     if out is None:
         where = known.get(source)
-        if where is None or packet_name(node) != "sum" or not dims.issuperset(range(where.first, where.first + where.count)):
-            return None
-        reduced = sorted({where.first if dim in where else where.merged(dim) for dim in dims})
+        possible = where is not None and dims.issuperset(range(where.first, where.first + where.count))
     else:
-        left = [dim for dim in range(len(shape)) if keeps or dim not in dims]
-        there = left[out.first : out.first + out.count]
-        if there != list(range(there[0], there[0] + out.count)) or dims & set(there):
-            return None
-        where = Rows(there[0], out.count)
-        reduced = sorted(where.merged(dim) for dim in dims)
+        keeps = bool(_argument(node, "keepdim")[0])
+        left = [dim for dim in range(count) if keeps or dim not in dims]
+        where = _neighbours(left[out.first : out.first + out.count])
+        possible = where is not None and not any(dim in where for dim in dims)
+    if where is None or not possible:
+        return None
+    reduced = sorted({where.first if dim in where else where.merged(dim) for dim in dims})
     args, kwargs = with_dims(reduced[0] if isinstance(given, int) else reduced)
     return Part({source: where}, node.target, args, kwargs)
 
 
-def _reshaped(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
+def _neighbours(dims: Sequence[int]) -> Rows | None:
+    """Return these dimensions; None if others lie between them."""
+    return Rows(dims[0], len(dims)) if dims and list(dims) == list(range(dims[0], dims[0] + len(dims))) else None
+
+
+def _reshaped(node: Node, shape: Shape, out: Rows, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     """Divide the same elements into other dimensions; the rows stay together."""
     source = cast(Node, node.args[0])
-    own, shape = shape_of(source), cast(tuple[Size, ...], shape_of(node))
-    if out is None or own is None or source.meta["val"].dtype != node.meta["val"].dtype:  # a view as another type
+    own = shape_of(source)
+    if own is None or source.meta["val"].dtype != node.meta["val"].dtype:  # a view as another type
         return None
     before, after = product_of(shape[: out.first]), product_of(shape[out.first + out.count :])
     possible = [
@@ -214,50 +216,39 @@ def _reshaped(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Row
     return None if where is None else Part({source: where}, aten.view.default, (source, out.sizes(shape, ROWS)))
 
 
-def _permuted(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
+def _permuted(node: Node, shape: Shape, out: Rows, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     source = cast(Node, node.args[0])
-    dims = list(range(len(cast(tuple[Size, ...], shape_of(node)))))
+    dims = list(range(len(shape)))
     if packet_name(node) == "permute":
         order = [dim % len(dims) for dim in cast(list[int], node.args[1])]
     else:
         one, other = cast(tuple[int, int], node.args[1:]) if len(node.args) > 1 else (0, len(dims) - 1)
         dims[one], dims[other] = dims[other], dims[one]
         order = dims
-    there = order[out.first : out.first + out.count] if out is not None else []
-    if out is None or there != list(range(there[0], there[0] + out.count)):
+    where = _neighbours(order[out.first : out.first + out.count])
+    if where is None:
         return None
-    where = Rows(there[0], out.count)
     merged = [where.first if dim in where else where.merged(dim) for dim in order if dim not in where or dim == where.first]
     return Part({source: where}, aten.permute.default, (source, merged))
 
 
-def _expanded(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
-    inputs = _aligned(node, out) if out is not None else None
-    if inputs is None or out is None:
-        return None
-    return Part(inputs, node.target, (node.args[0], out.sizes(cast(tuple[Size, ...], shape_of(node)), ROWS)), node.kwargs)
+def _expanded(node: Node, shape: Shape, out: Rows, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
+    inputs = _aligned(node, shape, out)
+    return None if inputs is None else Part(inputs, node.target, (node.args[0], out.sizes(shape, ROWS)), node.kwargs)
 
 
-def _filled(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
-    if out is None or tensors_taken(node):
-        return None
-    sizes = out.sizes(cast(tuple[Size, ...], shape_of(node)), ROWS)
-    return Part({}, node.target, (sizes, *node.args[1:]), node.kwargs)
+def _filled(node: Node, shape: Shape, out: Rows, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
+    return None if tensors_taken(node) else Part({}, node.target, (out.sizes(shape, ROWS), *node.args[1:]), node.kwargs)
 
 
-def _product(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
+def _product(node: Node, shape: Shape, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     """Multiply matrices, of which one has the rows; both have them where the product sums over them."""
     left, right = cast(Sequence[Node], node.args[-2:])
-    if out is None:
-        inputs = {left: Rows(1), right: Rows(0)}
-        return Part(inputs, node.target, node.args, node.kwargs) if packet_name(node) == "mm" and left is not right else None
-    inputs = {left if out == Rows(0) else right: out}
-    if (
-        left is right
-        or out.count > 1
-        or (packet_name(node) == "addmm" and (out != Rows(0) or not _is_row(cast(Node, node.args[0]))))
-    ):
+    if left is right or (out is not None and out.count > 1):
         return None
+    if packet_name(node) == "addmm" and (out != Rows(0) or not _is_row(cast(Node, node.args[0]))):
+        return None
+    inputs = {left: Rows(1), right: Rows(0)} if out is None else {left if out == Rows(0) else right: out}
     return Part(inputs, node.target, node.args, node.kwargs)
 
 
@@ -270,16 +261,16 @@ def _is_row(node: Node) -> bool:
 NO_REDUCTION, MEAN, SUM = range(3)  # of a loss, as PyTorch numbers them
 
 
-def _class_loss(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
+def _class_loss(node: Node, shape: Shape, out: None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     """Sum the losses of all rows, and their weights; without a reduction the first result has the losses by rows."""
     scores, target, weight, reduction, *ignored = node.args
-    if out is not None or len(shape_of(cast(Node, scores)) or ()) != 2:
+    if len(shape_of(cast(Node, scores)) or ()) != 2:
         return None
     inputs = {cast(Node, scores): Rows(0), cast(Node, target): Rows(0)}
     return Part(inputs, node.target, (scores, target, weight, reduction and SUM, *ignored))
 
 
-def _class_loss_gradient(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
+def _class_loss_gradient(node: Node, shape: Shape, out: Rows, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     gradient, scores, target = cast(Sequence[Node], node.args[:3])
     if out != Rows(0) or len(shape_of(scores) or ()) != 2:
         return None
@@ -298,6 +289,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys("mm addmm".split(), _product),
     "constant_pad_nd": _padded,
     "expand": _expanded,
-    "nll_loss_forward": _class_loss,
     "nll_loss_backward": _class_loss_gradient,
 }
+
+_SUMS: dict[str, _SumRule] = {"sum": _reduced, "mm": _product, "nll_loss_forward": _class_loss}

@@ -54,6 +54,7 @@ class Subgraph:
     key: equal for subgraphs that may share one compiled function.
     path: the modules that it came from, for names (`layers.3.attn`).
     made: fake tensors of the storages that it makes for its outputs. temporaries: what it makes beside them.
+    impure: why its operators may not run again, in plain words; "" if they may.
     """
 
     module: GraphModule
@@ -64,12 +65,19 @@ class Subgraph:
     path: str
     made: tuple[torch.Tensor, ...]
     temporaries: tuple[Temporary, ...]
+    impure: str
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the stage, of any graph, may run once more right after it failed."""
+        return not self.mutated and not self.impure
 
 
 def split(gm: GraphModule, stage_of: Mapping[Node, int], *, fuses: bool = False) -> list[Subgraph]:
     """Return the subgraphs of `gm` in the order of execution. Does not change `gm`.
 
-    fuses: they are compiled to fused kernels; otherwise each of their operators makes its result.
+    fuses: they are compiled to fused kernels, which take random numbers from their seeds; otherwise each of their operators makes
+    its result, and ignores the seeds.
     """
     members: dict[int, list[Node]] = {}
     for node in gm.graph.nodes:
@@ -109,6 +117,7 @@ def _subgraph(gm: GraphModule, nodes: list[Node], fuses: bool) -> Subgraph:
         path=_path(nodes),
         made=_made(graph, storages),
         temporaries=_temporaries(graph, storages, fuses),
+        impure=next(filter(None, (_reason_of_operator(n, fuses) for n in nodes if n.op == "call_function")), ""),
     )
 
 
@@ -174,22 +183,13 @@ def _sizes_needed(nodes: list[Node], inside: set[Node]) -> dict[Node, None]:
 
 def _free_symbol_placeholders(gm: GraphModule, nodes: list[Node]) -> list[Node]:
     """Return the placeholders of the symbolic sizes in the shapes of `nodes`. They are inputs of the subgraph as well."""
-    by_symbol: dict[Any, Node] = {}
-    for node in gm.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(value, torch.SymInt):
-            by_symbol.setdefault(value.node.expr, node)
+    by_symbol = ops.size_inputs(gm.graph)
     if not by_symbol:
         return []
-    found: dict[Node, None] = {}
-    for node in nodes:
-        for tensor in ops.fake_tensors(node.meta.get("val")):
-            for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset()):
-                if isinstance(size, torch.SymInt):
-                    for symbol in size.node.expr.free_symbols:
-                        if symbol in by_symbol:
-                            found[by_symbol[symbol]] = None
-    return list(found)
+    tensors = (tensor for node in nodes for tensor in ops.fake_tensors(node.meta.get("val")))
+    sizes = (size for tensor in tensors for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset()))
+    symbols = (symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols)
+    return list(dict.fromkeys(by_symbol[symbol] for symbol in symbols if symbol in by_symbol))
 
 
 def _key(module: GraphModule) -> str:
@@ -266,39 +266,28 @@ def reasons_against(
     *,
     visible: Collection[Node],
     written: Collection[Node],
-    keeps_seeds: bool,
     names: Mapping[Node, str] = MappingProxyType({}),
 ) -> list[str]:
     """Return for each stage of a forward graph why it may not run again, in plain words; "" if it may.
 
     visible: results of the graph that user code can reach. written: inputs that PyTorch changes after the graph.
-    keeps_seeds: the compiled stages take random numbers from their seeds. names: of the graph's inputs, for people.
+    names: of the graph's inputs, for people.
     """
     changed = _storages([*written, *(node for subgraph in subgraphs for node in subgraph.mutated)])
     shown = _storages(visible)
-    return [_reason(subgraph, changed, shown, keeps_seeds, names) for subgraph in subgraphs]
 
+    def reason(subgraph: Subgraph) -> str:
+        if subgraph.mutated:
+            first = subgraph.mutated[0]
+            return f"it writes {names.get(first, first.name)} in place"
+        for node in subgraph.inputs:
+            if _storages([node]) & changed:
+                return f"it reads {names.get(node, node.name)}, which the graph changes"
+            if _storages([node]) & shown:
+                return f"it reads {node.name}, a result that user code can change"
+        return subgraph.impure
 
-def _reason(subgraph: Subgraph, changed: set[int], shown: set[int], keeps_seeds: bool, names: Mapping[Node, str]) -> str:
-    if subgraph.mutated:
-        first = subgraph.mutated[0]
-        return f"it writes {names.get(first, first.name)} in place"
-    for node in subgraph.inputs:
-        if _storages([node]) & changed:
-            return f"it reads {names.get(node, node.name)}, which the graph changes"
-        if _storages([node]) & shown:
-            return f"it reads {node.name}, a result that user code can change"
-    return _reason_of_operators(subgraph, keeps_seeds)
-
-
-def is_repeatable(subgraph: Subgraph, *, keeps_seeds: bool) -> bool:
-    """Return whether a stage of any graph may run once more, right after one that failed. keeps_seeds: see `reasons_against`."""
-    return not subgraph.mutated and not _reason_of_operators(subgraph, keeps_seeds)
-
-
-def _reason_of_operators(subgraph: Subgraph, keeps_seeds: bool) -> str:
-    found = (_reason_of_operator(node, keeps_seeds) for node in subgraph.module.graph.nodes if node.op == "call_function")
-    return next(filter(None, found), "")
+    return [reason(subgraph) for subgraph in subgraphs]
 
 
 def _reason_of_operator(node: Node, keeps_seeds: bool) -> str:

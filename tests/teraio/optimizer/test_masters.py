@@ -20,6 +20,7 @@ from runtime.paging import Pager, State
 from teraio.following import IterationObserver
 from teraio.optimizer import SubgroupSizes
 from teraio.optimizer.arithmetic import run_step
+from teraio.optimizer.facts import owned_parameters
 from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers
 
 from .managed_training import Start, Training
@@ -175,7 +176,7 @@ def test_an_update_allocates_no_more_than_was_reserved(memory: CpuMemory, name: 
         subgroup = managed.subgroups.one(managed.pending_step(), range(count))
         memory.reset_peak()
         before = memory.allocated_bytes
-        run_step(managed.renew())
+        run_step(managed.renew(), owned_parameters(optimizer))
     taken = memory.peak_bytes - before
     scalars = 100 * count
     assert taken <= subgroup.workspace_bytes + scalars, f"{taken:,} bytes, reserved {subgroup.workspace_bytes:,}"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from planner.errors import BudgetError
 from runtime.paging import Block, Pager, State
+from teraio.optimizer.facts import owned_parameters
 from teraio.optimizer.subgroup_steps import GradientVersions
 
 from .managed_training import Start, Training
@@ -178,7 +179,7 @@ def test_updates_that_only_read(kind: type[torch.optim.Optimizer], settings: dic
     optimizer = kind(parameters, lr=0.1, **settings)  # type: ignore[call-arg]
     blocks = blocks_of(pager, parameters)
     before = [p.grad.clone() for p in parameters if p.grad is not None]
-    versions = GradientVersions(optimizer)
+    versions = GradientVersions(optimizer, owned_parameters(optimizer))
     optimizer.step()
     assert versions.unchanged(pager.known_block) == set(blocks)
     assert all(p.grad is not None and torch.equal(p.grad, b) for p, b in zip(parameters, before, strict=True))
@@ -191,7 +192,7 @@ def test_an_update_that_writes() -> None:
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)  # type: ignore[attr-defined]
     blocks_of(pager, parameters)
     before = next(p.grad.clone() for p in parameters if p.grad is not None)
-    versions = GradientVersions(optimizer)
+    versions = GradientVersions(optimizer, owned_parameters(optimizer))
     optimizer.step()
     assert parameters[0].grad is not None and torch.allclose(parameters[0].grad, before / 2)
     assert versions.unchanged(pager.known_block) == set()
@@ -202,7 +203,7 @@ def test_one_of_several_gradients_in_a_storage_is_enough() -> None:
     alias = torch.empty(0).set_(flat.untyped_storage(), 8, (8,))  # counts its writes by itself
     optimizer = torch.optim.SGD(parameters_with_gradients(flat[:8], alias), lr=0.1)
     (block,) = set(blocks_of(pager, optimizer.param_groups[0]["params"]))
-    versions = GradientVersions(optimizer)
+    versions = GradientVersions(optimizer, owned_parameters(optimizer))
     assert versions.unchanged(pager.known_block) == {block}
     alias.zero_()
     assert versions.unchanged(pager.known_block) == set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ import planner
 from planner.errors import StorageError
 from runtime.paging import Pager, State
 from teraio.optimizer import OptimizerFacts, subgroup_steps
+from teraio.optimizer.facts import OwnedParameter
 from teraio.optimizer.host import HostUpdate
 
 from ...thoroughness import by_profile
@@ -218,9 +220,9 @@ def test_blocks_that_do_not_get_there_update_on_the_device(tmp_path: Path, monke
     def refuse(self: Any, blocks: Any) -> None:
         refused.append(len(blocks))
 
-    def slow(facts: OptimizerFacts) -> None:
-        run_step(facts)
-        if any(parameter.numel() for group in facts.optimizer.param_groups for parameter in group["params"]):
+    def slow(facts: OptimizerFacts, parameters: Sequence[OwnedParameter]) -> None:
+        run_step(facts, parameters)
+        if any(owned.tensor.numel() for owned in parameters):
             time.sleep(0.005)
 
     monkeypatch.setattr("runtime.paging.around.Lending.lend_memory", refuse)

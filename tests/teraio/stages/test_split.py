@@ -37,9 +37,9 @@ from .graphs import (
 WHOLE = CutPolicy(shortest_seconds=1)
 
 
-def pieces_of(graph: GraphModule, policy: CutPolicy = FINE) -> list[split.Subgraph]:
+def pieces_of(graph: GraphModule, policy: CutPolicy = FINE, *, fuses: bool = False) -> list[split.Subgraph]:
     compiling.describe(graph.graph)
-    return split.split(graph, cut.assign(graph.graph, speed=cost.CPU, policy=policy))
+    return split.split(graph, cut.assign(graph.graph, speed=cost.CPU, policy=policy), fuses=fuses)
 
 
 def operators_of(graph: Graph) -> list[Node]:
@@ -171,7 +171,7 @@ class Counting(nn.Module):
 
 
 def reasons(graph: GraphModule, *, keeps_seeds: bool = False) -> list[str]:
-    return split.reasons_against(pieces_of(graph), visible=(), written=(), keeps_seeds=keeps_seeds)
+    return split.reasons_against(pieces_of(graph, fuses=keeps_seeds), visible=(), written=())
 
 
 def reasons_of(model: nn.Module, **settings: bool) -> list[str]:
@@ -228,7 +228,7 @@ def test_operators_that_may_not_run_again(model: nn.Module, reason: str | None) 
 def test_what_reads_what_others_change_may_not() -> None:
     pieces = pieces_of(transformer(3)[0].fresh())
     shown, changed = pieces[2].inputs[-1], pieces[3].inputs[0]
-    found = split.reasons_against(pieces, visible=[shown], written=[changed], keeps_seeds=True)
+    found = split.reasons_against(pieces, visible=[shown], written=[changed])
     assert found[2] == f"it reads {shown.name}, a result that user code can change"
     assert found[3] == f"it reads {changed.name}, which the graph changes"
 
