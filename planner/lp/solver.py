@@ -75,9 +75,10 @@ def solve_program(
         raise SolverError(f"HiGHS failed: {status}")
     optimal = status in ("kOptimal", "kModelEmpty")
     bound = None if linear or not math.isfinite(info.mip_dual_bound) else float(info.mip_dual_bound)
-    if not optimal and (linear or not math.isfinite(info.objective_function_value) or not solution.value_valid):
-        return Solved(values=(), bound=bound)
     values = list(solution.col_value)
+    none = len(values) < len(program.costs)  # where numbers are too large or too small for HiGHS, which calls that optimal
+    if none or not optimal and (linear or not math.isfinite(info.objective_function_value) or not solution.value_valid):
+        return Solved(values=(), bound=bound)
     return Solved(
         values=[values[column] for column in columns],
         objective=float(info.objective_function_value),
