@@ -319,7 +319,7 @@ def test_a_record_that_contradicts_itself_does_not_end_the_training(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = Rig(monkeypatch)
-    monkeypatch.setattr(phases, "build_profile", lambda *args, **kwargs: Trace.model_validate({}))
+    monkeypatch.setattr(phases.profiling, "build_profile", lambda *args, **kwargs: Trace.model_validate({}))
     demand = rig.run(3)
     assert isinstance(demand, DemandPhase) and "contradicts itself" in demand.waiting_for
     (message,) = messages(caplog)
