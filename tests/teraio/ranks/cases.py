@@ -101,7 +101,7 @@ def trained(options: list[dict[str, Any]], steps: int = 14, pause: tuple[float, 
         "status": dataclasses.asdict(run.status()),
         "made": len(made),
         "storage_bytes": tier.store.limit_bytes,
-        "threads": tier.engine._threads if tier.engine is not None else None,
+        "threads": tier.engine.write_link.thread_count if tier.engine is not None else None,
         "links": [link.model_dump(mode="json") for link in machine.hardware().links],
         "devices": run._pager.account.budget_bytes,
     }
