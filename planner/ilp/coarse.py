@@ -30,6 +30,7 @@ _RERUNS = Resolution(max_segments=140, window=4, classes_at_peak=200)
 _RERUNS_ROUGH = Resolution(max_segments=64, window=3, classes_at_peak=100)
 MANY_STAGES = 900  # longer iterations get fewer classes of blocks, and no integer program: each would take ten seconds
 _FEW_CLASSES = 120
+_SMALL = 0.02
 _ROUNDING = 1e-3  # solvers return shares with errors of about this size
 _MAX_NODES = 5  # of the search tree of an integer program that completes a relaxed solution. Fifty find no better ones.
 
@@ -76,11 +77,23 @@ def coarse_solutions(
             # Fixed from here on: rounded at the end, the moves of a subgroup that is half here and half there would fit neither.
             subgroups = [subgroup for subgroup in subgroups if subgroup.id in chosen]
         yield from _refined(problem, settings, subgroups, rough, integer=integer)
+        reserve = _reserve_bytes(problem)
+        if reserve and not out_of_time():
+            built = coarse_program(
+                problem, _resolution(problem), subgroups, write_weight=settings.write_weight, decided=True, reserve_bytes=reserve
+            )
+            yield _relaxed(problem, built, settings, vertex=True)
         if not short and rough is not None and subgroups:
             # Shares of updates may fit where whole ones do not: near the floor, none at all may be better.
             some, none = (_rough(problem, settings, each, decided=True) for each in (subgroups, ()))
             if _relaxed_seconds(none) < _relaxed_seconds(some):
                 yield from _refined(problem, settings, (), none, integer=integer)
+
+
+def _reserve_bytes(problem: Problem) -> int:
+    """The bytes of the largest block that can leave; 0 where it is a small share of the budget."""
+    largest = max((period.size_bytes for period in problem.periods), default=0)
+    return largest if largest > _SMALL * problem.budgets.device_bytes else 0
 
 
 def _refined(

@@ -71,8 +71,12 @@ def coarse_program(
     write_weight: float,
     decided: bool = False,
     places: RerunPlaces | None = None,
+    reserve_bytes: int = 0,
 ) -> CoarseProgram:
-    """Build a program. subgroups: those that may update on the host, or (decided) that do. places: groups that may run again."""
+    """Build a program. subgroups: those that may update on the host, or (decided) that do. places: groups that may run again.
+
+    reserve_bytes: of the budget, which stay free for what the model divides and the exact stage cannot.
+    """
     began, unit, program = time.perf_counter(), solver_unit(problem), Program()
     segments = segments_of(problem, resolution.max_segments)
     grid, scaled = SegmentGrid(segments), in_units(problem, unit)
@@ -104,7 +108,7 @@ def coarse_program(
     _add_one_tier_each(model)
     _add_copy_order(model)
     _add_valid_copies(model)
-    _add_memory(model)
+    _add_memory(model, reserve_bytes)
     add_time(model)
     for route in scaled.routes:
         add_link_time(model, route)
@@ -114,7 +118,7 @@ def coarse_program(
         model.add_time_limit(f"shared {number}")
     add_updates(model)
     add_rerun_reads(model)
-    asked = (resolution, tuple(subgroup.id for subgroup in subgroups), write_weight, decided, places is None)
+    asked = (resolution, tuple(subgroup.id for subgroup in subgroups), write_weight, decided, places is None, reserve_bytes)
     return CoarseProgram(model=model, asked=asked, unit_seconds=unit, build_seconds=time.perf_counter() - began)
 
 
@@ -219,8 +223,8 @@ def _add_valid_copies(model: CoarseModel) -> None:
                 model.program.at_most(terms, 0)
 
 
-def _add_memory(model: CoarseModel) -> None:
-    """live_k − Σ size · (O_{k−1} + d − I_k) ≤ budget + e_k + v_k; live_k: the live bytes at the segment's peak.
+def _add_memory(model: CoarseModel, reserve_bytes: int) -> None:
+    """live_k − Σ size · (O_{k−1} + d − I_k) ≤ budget − reserve + e_k + v_k; live_k: the live bytes at the segment's peak.
 
     Re-runs: see `planner.ilp.model.add_rerun_memory`. And e_k ≤ rate · δ_k, e_k ≤ Σ size · ΔO_k.
     """
@@ -235,7 +239,7 @@ def _add_memory(model: CoarseModel) -> None:
         for k, terms in update.absent.items():
             rows[k] += [(variable, -size / scale) for variable, size in terms]
     add_rerun_memory(model, rows)
-    budget = problem.budgets.device_bytes
+    budget = problem.budgets.device_bytes - reserve_bytes
     model.program.levels(rows, [(budget - problem.live_bytes[segment.peak]) / scale for segment in model.segments])
     leaving: list[Terms] = [[(model.leaving[k], scale)] for k in range(count)]
     for entry in model.periods:
