@@ -1,3 +1,11 @@
 """The integer program over coarse time. It decides which blocks move, to which tier, and which updates run on the host."""
 
-from planner.ilp.coarse import MANY_STAGES, MAX_INTEGER_STAGES, CoarseSolution, coarse_solutions, in_order_of_need, rerun_shares
+from planner.ilp.coarse import (
+    MANY_STAGES,
+    MAX_INTEGER_STAGES,
+    CoarseSolution,
+    coarse_solutions,
+    in_order_of_need,
+    rerun_shares,
+    room_bytes,
+)

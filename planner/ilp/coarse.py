@@ -30,7 +30,7 @@ _RERUNS = Resolution(max_segments=140, window=4, classes_at_peak=200)
 _RERUNS_ROUGH = Resolution(max_segments=64, window=3, classes_at_peak=100)
 MANY_STAGES = 900  # longer iterations get fewer classes of blocks, and no integer program: each would take ten seconds
 _FEW_CLASSES = 120
-_SMALL = 0.02
+_LARGE = 0.05  # of the budget. With smaller blocks, plans are no faster for the room of one.
 _ROUNDING = 1e-3  # solvers return shares with errors of about this size
 _MAX_NODES = 5  # of the search tree of an integer program that completes a relaxed solution. Fifty find no better ones.
 
@@ -77,7 +77,7 @@ def coarse_solutions(
             # Fixed from here on: rounded at the end, the moves of a subgroup that is half here and half there would fit neither.
             subgroups = [subgroup for subgroup in subgroups if subgroup.id in chosen]
         yield from _refined(problem, settings, subgroups, rough, integer=integer)
-        reserve = _reserve_bytes(problem)
+        reserve = room_bytes(problem)
         if reserve and not out_of_time():
             built = coarse_program(
                 problem, _resolution(problem), subgroups, write_weight=settings.write_weight, decided=True, reserve_bytes=reserve
@@ -90,10 +90,13 @@ def coarse_solutions(
                 yield from _refined(problem, settings, (), none, integer=integer)
 
 
-def _reserve_bytes(problem: Problem) -> int:
-    """The bytes of the largest block that can leave; 0 where it is a small share of the budget."""
+def room_bytes(problem: Problem) -> int:
+    """Return the bytes of the largest block that can leave, for programs that keep so much free; 0 if it is a small share.
+
+    The program divides blocks, so its solutions fill the device. Where blocks are large, no whole one finds room to come in then.
+    """
     largest = max((period.size_bytes for period in problem.periods), default=0)
-    return largest if largest > _SMALL * problem.budgets.device_bytes else 0
+    return largest if largest > _LARGE * problem.budgets.device_bytes else 0
 
 
 def _refined(
@@ -131,7 +134,7 @@ def _relaxed(problem: Problem, built: CoarseProgram, settings: SolverSettings, *
     return found
 
 
-def rerun_shares(problem: Problem, places: RerunPlaces, settings: SolverSettings) -> dict[int, float]:
+def rerun_shares(problem: Problem, places: RerunPlaces, settings: SolverSettings, *, reserve_bytes: int = 0) -> dict[int, float]:
     """Solve the relaxed coarse program in which groups may run again. Return how much of each group (id) runs again.
 
     Groups of which nothing does are left out; a rough program tells first whether there are others, and with several lower
@@ -143,7 +146,9 @@ def rerun_shares(problem: Problem, places: RerunPlaces, settings: SolverSettings
         if out_of_time():
             break
         updates = problem.may_update_on_host
-        built = coarse_program(problem, resolution, updates, write_weight=settings.write_weight, places=places)
+        built = coarse_program(
+            problem, resolution, updates, write_weight=settings.write_weight, places=places, reserve_bytes=reserve_bytes
+        )
         model = built.model
         solved = solve_program(model.program, settings, linear=True, vertex=False)
         if not solved.optimal:

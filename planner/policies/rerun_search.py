@@ -7,7 +7,7 @@ candidates, so a plan is never slower than without recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -15,7 +15,7 @@ from math import inf
 
 from planner.bound import lower_bound_seconds
 from planner.errors import BudgetError, InfeasiblePlanError, PlanError, SolverError
-from planner.ilp import MAX_INTEGER_STAGES, rerun_shares
+from planner.ilp import MAX_INTEGER_STAGES, rerun_shares, room_bytes
 from planner.policies.effort import effort_of
 from planner.policies.optimise import Task, optimise
 from planner.policies.predictions import cost_of, with_bound
@@ -24,13 +24,11 @@ from planner.problem import (
     Problem,
     RerunPlaces,
     by_kind,
-    by_layer,
     floor,
     folded,
     live_bytes,
     out_of_time,
     over_half,
-    recompute_seconds,
     recomputed,
     rounded,
     simple_sets,
@@ -147,24 +145,6 @@ class _Search:
             self._finish(self._refined())
         return True
 
-    def reshape(self) -> bool:
-        """Draft the first layers, and evenly spaced ones: as many as the best plan runs again, more and fewer. Finish the best.
-
-        Only where the best plan runs some again and may be far from the bound.
-        """
-        before = self.best
-        if before is None or not before.recompute or self._cost(before) <= self.bound_seconds * self.effort.far:
-            return True
-        layers = by_layer(self.trace, self.places.usable)
-        every = _seconds(self.trace, frozenset[int]().union(*layers))
-        start = round(len(layers) * recompute_seconds(self.trace, before.recompute) / every) if every else 0
-        for spaced in (False, True):
-            for counts in (range(start, len(layers) + 1), range(start - 1, 0, -1)):
-                self._try_until_worse(frozenset[int]().union(*_some_of(layers, count, spaced=spaced)) for count in counts)
-        if self.best is not before:
-            self._finish(self._refined())
-        return True
-
     def change_single_groups(self) -> bool:
         """Add, drop or displace single groups, or run all at one place, as long as that helps."""
         before, better = len(self._tried), True
@@ -225,9 +205,11 @@ class _Search:
         trace, usable = self.trace, self.places.usable
         shares: dict[int, float] | None = None
         with suppress(SolverError, BudgetError):
-            shares = rerun_shares(Problem.of(trace, self.budgets), self.places, self._task.settings)
-        if shares:
-            yield rounded(trace, shares)
+            problem = Problem.of(trace, self.budgets)
+            for reserve in dict.fromkeys((0, room_bytes(problem))):
+                shares = rerun_shares(problem, self.places, self._task.settings, reserve_bytes=reserve)
+                if shares:
+                    yield rounded(trace, shares)
         if shares is not None and not self.effort.simple_sets:
             layers = whole_layers(trace, usable)
             if _seconds(trace, over_half(shares)) >= self.effort.many * _seconds(trace, layers):
@@ -294,7 +276,6 @@ _GROUPS_FIRST: _Steps = (
     _Search.finish_unless_close,
     _Search.plan_alone_if_it_may_be_better,
     _Search.widen,
-    _Search.reshape,
 )
 
 
@@ -311,9 +292,3 @@ def _with_reruns(trace: Trace, error: BudgetError) -> BudgetError:
 
 def _seconds(trace: Trace, groups: Iterable[int]) -> float:
     return sum(trace.recompute[number].duration_seconds for number in groups)
-
-
-def _some_of(layers: Sequence[frozenset[int]], count: int, *, spaced: bool) -> Iterable[frozenset[int]]:
-    """Return `count` of the layers: the first ones, or evenly spaced ones."""
-    of = len(layers)
-    return (each for n, each in enumerate(layers) if (n + 1) * count // of > n * count // of) if spaced else layers[:count]

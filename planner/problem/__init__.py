@@ -44,7 +44,6 @@ from planner.problem.problem import (
 from planner.problem.recompute import (
     RerunPlaces,
     by_kind,
-    by_layer,
     folded,
     layer_of,
     made_by,

@@ -344,21 +344,6 @@ def whole_layers(trace: Trace, usable: Collection[int], *, span: int = 1) -> fro
     return frozenset(found)
 
 
-def by_layer(trace: Trace, usable: Collection[int]) -> list[frozenset[int]]:
-    """Return the `usable` groups of each layer, in order; layers without any are left out.
-
-    Without those that make what the next layer reads, unless a layer has no others.
-    """
-    numbers, count = _layers(trace)
-    layers: list[set[int]] = [set() for _ in range(count)]
-    for group in usable:
-        layer = numbers[trace.recompute[group].stage]
-        if layer is not None:
-            layers[layer].add(group)
-    inner = whole_layers(trace, usable)
-    return [frozenset(layer & inner or layer) for layer in layers if layer]
-
-
 def _layers(trace: Trace) -> tuple[list[int | None], int]:
     """The number of each forward stage's layer, from 0; None for other stages. And how many layers there are."""
     found: list[int | None] = []
