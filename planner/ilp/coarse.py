@@ -51,8 +51,9 @@ def coarse_solutions(
     """Yield solutions to make exact, the first ones first. Each is worked out when it is asked for.
 
     Short iterations: the integer program's, and the relaxed one's, rounded, unless the first is proved optimal. Long iterations:
-    the relaxed one's, rounded; then what was not whole as an integer program. And both without updates on the host, where that
-    looks better. Without `integer`, only relaxed ones.
+    the relaxed one's, rounded; then what was not whole as an integer program. The relaxed program is solved once more with
+    `room_bytes`, and comes before what follows from it. All this also without updates on the host, where that looks better.
+    Without `integer`: relaxed programs only, at once with that room.
 
     on_host: the subgroups that update on the host, if that is already decided. If not, the relaxed program decides it at a low
     resolution first. Yields nothing where all runs of the solver fail, or no time is left.
@@ -77,12 +78,6 @@ def coarse_solutions(
             # Fixed from here on: rounded at the end, the moves of a subgroup that is half here and half there would fit neither.
             subgroups = [subgroup for subgroup in subgroups if subgroup.id in chosen]
         yield from _refined(problem, settings, subgroups, rough, integer=integer)
-        reserve = room_bytes(problem)
-        if reserve and not out_of_time():
-            built = coarse_program(
-                problem, _resolution(problem), subgroups, write_weight=settings.write_weight, decided=True, reserve_bytes=reserve
-            )
-            yield _relaxed(problem, built, settings, vertex=True)
         if not short and rough is not None and subgroups:
             # Shares of updates may fit where whole ones do not: near the floor, none at all may be better.
             some, none = (_rough(problem, settings, each, decided=True) for each in (subgroups, ()))
@@ -103,10 +98,15 @@ def _refined(
     problem: Problem, settings: SolverSettings, subgroups: Sequence[Subgroup], rough: CoarseSolution | None, *, integer: bool
 ) -> Iterator[CoarseSolution]:
     """Solutions in which exactly `subgroups` update on the host. rough: what decided that; the first report counts its time."""
-    resolution = _resolution(problem)
-    built = coarse_program(problem, resolution, subgroups, write_weight=settings.write_weight, decided=True)
-    relaxed = _relaxed(problem, built, settings, vertex=True)
-    yield relaxed if rough is None else _with_time_of(rough, relaxed)
+    resolution, room = _resolution(problem), room_bytes(problem)
+    for reserve in dict.fromkeys((0, room) if integer else (room,)):
+        if reserve and integer and out_of_time():
+            return
+        built = coarse_program(
+            problem, resolution, subgroups, write_weight=settings.write_weight, decided=True, reserve_bytes=reserve
+        )
+        relaxed = _relaxed(problem, built, settings, vertex=True)
+        yield relaxed if rough is None else _with_time_of(rough, relaxed)
     if integer and MAX_INTEGER_STAGES < problem.stage_count <= MANY_STAGES and not out_of_time():
         yield _complete(built, relaxed, settings)
 

@@ -206,7 +206,8 @@ class _Search:
         shares: dict[int, float] | None = None
         with suppress(SolverError, BudgetError):
             problem = Problem.of(trace, self.budgets)
-            for reserve in dict.fromkeys((0, room_bytes(problem))):
+            room = room_bytes(problem)
+            for reserve in dict.fromkeys((room,) if self._task.part else (0, room)):
                 shares = rerun_shares(problem, self.places, self._task.settings, reserve_bytes=reserve)
                 if shares:
                     yield rounded(trace, shares)
