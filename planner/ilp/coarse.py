@@ -86,10 +86,13 @@ def coarse_solutions(
 
 
 def room_bytes(problem: Problem) -> int:
-    """Return the bytes of the largest block that can leave, for programs that keep so much free; 0 if it is a small share.
+    """Return how much of the budget a relaxed program should leave free: the bytes of the largest block that can leave.
 
-    The program divides blocks, so its solutions fill the device. Where blocks are large, no whole one finds room to come in then.
+    The program divides blocks, so its solutions fill the device; where blocks are large, no whole one then finds room to come in.
+    0 where that block is a small share of the budget, and for short iterations, whose integer program has whole blocks.
     """
+    if problem.stage_count <= MAX_INTEGER_STAGES:
+        return 0
     largest = max((period.size_bytes for period in problem.periods), default=0)
     return largest if largest > _LARGE * problem.budgets.device_bytes else 0
 
@@ -107,8 +110,8 @@ def _refined(
         )
         relaxed = _relaxed(problem, built, settings, vertex=True)
         yield relaxed if rough is None else _with_time_of(rough, relaxed)
-    if integer and MAX_INTEGER_STAGES < problem.stage_count <= MANY_STAGES and not out_of_time():
-        yield _complete(built, relaxed, settings)
+        if integer and MAX_INTEGER_STAGES < problem.stage_count <= MANY_STAGES and not out_of_time():
+            yield _complete(built, relaxed, settings)
 
 
 def _resolution(problem: Problem) -> Resolution:

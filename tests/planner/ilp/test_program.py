@@ -238,6 +238,21 @@ def test_a_long_iteration_gets_a_relaxed_solution_and_then_a_whole_one() -> None
     ]
 
 
+def test_where_blocks_are_large_a_relaxed_solution_leaves_room_for_one() -> None:
+    """Otherwise no whole block finds room to come in before the stage that uses it. Drafts take this solution at once."""
+    made = transformer_trace(layers=36, stages_per_layer=1, rate=2e9)
+    problem = Problem.of(made, Budgets(device_bytes=max(live_bytes(made)) // 10))
+    full, _, roomy, whole = coarse_solutions(problem, SolverSettings())
+    (draft,) = coarse_solutions(problem, SolverSettings(), integer=False)
+    assert full.report.bound_seconds is not None and roomy.report.bound_seconds is not None
+    assert full.report.bound_seconds < roomy.report.bound_seconds == whole.report.bound_seconds == draft.report.bound_seconds
+
+    def seconds(solution: CoarseSolution) -> float:
+        return min(each.timeline.iteration_seconds for each in exact_candidates(*start_of(problem, solution), 0.0))
+
+    assert seconds(roomy) < seconds(full)
+
+
 def test_a_search_that_ends_early_is_followed_by_the_relaxed_solution(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its solution has not been proved to be the best."""
     # Read twice: whether it has run at all, and how it ended.

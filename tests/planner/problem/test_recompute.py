@@ -3,9 +3,9 @@
 import pytest
 
 from planner import Block, PlanError, Recompute, recomputed
-from planner.problem import by_layer, layer_of, live_bytes
+from planner.problem import layer_of, live_bytes
 
-from ..traces import block, group, layers, staged, trace
+from ..traces import layers
 
 
 def chosen(*pairs: tuple[int, int]) -> tuple[Recompute, ...]:
@@ -99,11 +99,3 @@ def test_a_group_whose_input_is_changed_in_between_cannot_run_again() -> None:
 )
 def test_the_layer_of_a_stage(name: str, layer: str | None) -> None:
     assert layer_of(name) == layer
-
-
-def test_groups_of_a_layer_leave_out_what_the_next_layer_reads_unless_there_is_nothing_else() -> None:
-    assert by_layer(layers(4), (0, 1, 3)) == [{0}, {1}, {3}]
-    names = ["forward/0.a", "forward/0.b", "forward/1.a", "forward/1.b", "backward/1", "backward/0"]
-    blocks = [block(1, [0], [1, 5]), block(1, [1], [2, 5]), block(1, [2], [3, 4]), block(1, [3], [4])]
-    groups = [group(0, [0]), group(1, [1], [0]), group(2, [2], [1]), group(3, [3], [2])]
-    assert by_layer(trace(staged(names), blocks, recompute=groups), range(4)) == [{0}, {2, 3}]
