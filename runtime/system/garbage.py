@@ -45,8 +45,7 @@ class QuietCollector:
 def all_objects(*classes: type, collected: bool = False) -> list[Any]:
     """Return all objects of these classes that the collector knows, also frozen ones, which `gc.get_objects` passes over.
 
-    Goes through all objects of Python, which takes a tenth of a second for a million. collected: collect garbage first, frozen
-    or not.
+    Goes through all objects of Python, which takes some tenths of a second. collected: collect garbage first, frozen or not.
     """
     again = frozen()
     gc.unfreeze()

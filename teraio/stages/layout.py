@@ -131,10 +131,10 @@ class _Sizes(dict[Node, tuple[int, int]]):
         self.symbols = symbols
 
     def __missing__(self, node: Node) -> tuple[int, int]:
-        value = node.meta.get("val")
-        tensor = ops.has_storage(value)
-        self[node] = (value.untyped_storage()._cdata, ops.storage_bytes(value, self.symbols)) if tensor else (0, 0)
-        return self[node]
+        value: Any = node.meta.get("val")
+        known = (value.untyped_storage()._cdata, ops.storage_bytes(value, self.symbols)) if ops.has_storage(value) else (0, 0)
+        self[node] = known
+        return known
 
 
 _MOST_SIZES = 64
