@@ -176,7 +176,7 @@ def _use_count(tensor: torch.Tensor) -> int:
 
 def _all_tensors() -> Iterable[torch.Tensor]:
     """All tensors with memory of their own that have an object in Python."""
-    for each in all_objects():
+    for each in all_objects(torch.Tensor):
         if type(each) in (torch.Tensor, torch.nn.Parameter) and each.layout is torch.strided:
             if not torch._C._functorch.is_functorch_wrapped_tensor(each):
                 yield each

@@ -42,17 +42,21 @@ class QuietCollector:
             gc.unfreeze()
 
 
-def all_objects(*, collected: bool = False) -> list[Any]:
-    """Return all objects that the collector knows, also frozen ones, which `gc.get_objects` passes over. Takes a while.
+def all_objects(*classes: type, collected: bool = False) -> list[Any]:
+    """Return all objects of these classes that the collector knows, also frozen ones, which `gc.get_objects` passes over.
 
-    collected: collect garbage first, frozen or not.
+    Goes through all objects of Python, which takes some tenths of a second. collected: collect garbage first, frozen or not.
     """
     again = frozen()
     gc.unfreeze()
     try:
         if collected:
             gc.collect()
-        return gc.get_objects()
+        objects = gc.get_objects()
+        # Objects are many, their types few, and not all types can be hashed. An object may say that it is of another type.
+        types = {id(type(each)): type(each) for each in objects}
+        wanted = {key for key, each in types.items() if issubclass(each, classes)}
+        return [each for each in objects if id(type(each)) in wanted]
     finally:
         if again:
             gc.freeze()

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -61,8 +62,7 @@ class GradientBuckets:
         return bool(self._parameters.get(parameter))
 
     def look(self) -> None:
-        """Look for buckets. If there is a process group, collects garbage and looks at all objects of Python, which takes a tenth
-        of a second or so.
+        """Look for buckets. If there is a process group, collects garbage and looks at all objects of Python, see `all_objects`.
 
         Raises UnsupportedError if an optimizer updates parameters while gradients are reduced, or if a library is that of a torch
         that is not known.
@@ -70,7 +70,7 @@ class GradientBuckets:
         self.size_bytes = 0
         if not dist.is_available() or not dist.is_initialized():
             return
-        objects = all_objects(collected=True)  # modules of earlier trainings that are garbage would count, too
+        objects = all_objects(Module, Optimizer, collected=True)  # modules of earlier trainings that are garbage would count, too
         for each in objects:  # nobody has to call its step, so nothing else would show it
             refuse_overlapping(each)
         refuse_hidden_states(objects)

@@ -29,7 +29,7 @@ def measured_machine(storage: Sequence[Path], device: torch.device) -> MachineDe
     Raises StorageError and UnsupportedError where a directory cannot be used.
     """
     on_gpu = device.type == "cuda"
-    side = 8192 if on_gpu else 1024
+    side = 8192 if on_gpu else 512
     types = (torch.float32, torch.bfloat16, torch.float16) if on_gpu else (torch.float32, torch.bfloat16)
     flops = {str(dtype).removeprefix("torch."): _matmul_rate(device, dtype, side) for dtype in types}
     if on_gpu:

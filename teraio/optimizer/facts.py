@@ -284,9 +284,7 @@ def owned_parameters(optimizer: Optimizer) -> tuple[OwnedParameter, ...]:
 
 def optimizers_alive() -> Iterator[Optimizer]:
     """Yield all optimizers of the process. Looks through all objects of Python, which takes a while: for errors only."""
-    for found in all_objects():
-        if issubclass(type(found), Optimizer) and hasattr(found, "param_groups"):
-            yield found
+    return (found for found in all_objects(Optimizer) if hasattr(found, "param_groups"))
 
 
 def bytes_of(tensor: Tensor) -> int:

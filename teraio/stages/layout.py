@@ -51,7 +51,7 @@ def lay_out(
     storages = storages_of(list(gm.graph.nodes))
     owners = [[storages[node][0] for node in subgraph.inputs] for subgraph in subgraphs]
     resizer = Resizer(placeholders, returned, unmoved, subgraphs, owners)
-    hints = _symbol_values(placeholders, [node.meta.get("val") for node in placeholders])
+    sizes = _Sizes(_symbol_values(placeholders, [node.meta.get("val") for node in placeholders]))
 
     def stage(number: int, subgraph: Subgraph) -> Stage:
         touched = [slots[n] for n in (*subgraph.inputs, *subgraph.outputs)]
@@ -63,7 +63,7 @@ def lay_out(
             outputs=tuple(slots[n] for n in subgraph.outputs),
             frees=tuple(s for s in dict.fromkeys(touched) if uses[s][-1] == number and s not in kept),
             next_uses=tuple(next((u for u in uses[s] if u > number), -1) for s in touched),
-            **resizer.stage_bytes(number, hints),
+            **resizer.stage_bytes(number, sizes),
             mutates=tuple(slots[n] for n in subgraph.mutated),
             has_collectives=ops.has_collectives(subgraph.module.graph),
             repeatable=subgraph.repeatable,
@@ -85,8 +85,8 @@ def lay_out(
         ),
         results=results,
         user_results=user_results(output, phase),
-        **cast(Any, resizer.program_bytes(hints)),
-        small_parameter_bytes=_small_bytes(parameters, hints),
+        **cast(Any, resizer.program_bytes(sizes)),
+        small_parameter_bytes=_small_bytes(parameters, sizes),
         resize=resizer if ops.is_symbolic(placeholders) else None,
     )
 
@@ -121,6 +121,20 @@ def _unique(names: list[str]) -> list[str]:
         seen[name] = seen.get(name, 0) + 1
         unique.append(name if seen[name] == 1 else f"{name}:{seen[name]}")
     return unique
+
+
+class _Sizes(dict[Node, tuple[int, int]]):
+    """The storage of each node's tensor, and its bytes for some values of the symbols; (0, 0) if it has none. Found once."""
+
+    def __init__(self, symbols: Symbols) -> None:
+        super().__init__()
+        self.symbols = symbols
+
+    def __missing__(self, node: Node) -> tuple[int, int]:
+        value: Any = node.meta.get("val")
+        known = (value.untyped_storage()._cdata, ops.storage_bytes(value, self.symbols)) if ops.has_storage(value) else (0, 0)
+        self[node] = known
+        return known
 
 
 _MOST_SIZES = 64
@@ -170,26 +184,27 @@ class Resizer:
                 bool(need <= most_bytes)  # PyTorch notes the answer, and compares before each call
 
     def _resized(self, program: Program, symbols: Symbols) -> Program:
+        sizes = _Sizes(symbols)
         stages = tuple(
-            replace(stage, **cast(Any, self.stage_bytes(number, symbols))) for number, stage in enumerate(program.stages)
+            replace(stage, **cast(Any, self.stage_bytes(number, sizes))) for number, stage in enumerate(program.stages)
         )
         key = tuple(symbols.values())
-        sizes = cast(Any, self.program_bytes(symbols))
-        return replace(program, identity=SizedGraph(program.identity, key), stages=stages, sizes=symbols, **sizes)
+        counts = cast(Any, self.program_bytes(sizes))
+        return replace(program, identity=SizedGraph(program.identity, key), stages=stages, sizes=symbols, **counts)
 
-    def stage_bytes(self, number: int, symbols: Symbols) -> dict[str, int]:
+    def stage_bytes(self, number: int, sizes: _Sizes) -> dict[str, int]:
         """Return the byte counts of a stage, by their names in `Stage`. Missing symbols: see `known_size`."""
         subgraph = self._subgraphs[number]
         return {
-            "input_bytes": _distinct_bytes([*subgraph.inputs, *self._owners[number]], symbols),
-            "output_bytes": sum(ops.storage_bytes(tensor, symbols) for tensor in subgraph.made),
-            "workspace_bytes": peak_bytes(subgraph.temporaries, symbols),
-            "waiting_bytes": _small_bytes(self._waiting[number], symbols),
+            "input_bytes": _distinct_bytes([*subgraph.inputs, *self._owners[number]], sizes),
+            "output_bytes": sum(ops.storage_bytes(tensor, sizes.symbols) for tensor in subgraph.made),
+            "workspace_bytes": peak_bytes(subgraph.temporaries, sizes.symbols),
+            "waiting_bytes": _small_bytes(self._waiting[number], sizes),
         }
 
-    def program_bytes(self, symbols: Symbols) -> dict[str, int]:
+    def program_bytes(self, sizes: _Sizes) -> dict[str, int]:
         """Return the byte counts of the program, by their names in `Program`."""
-        return {"kept_bytes": _distinct_bytes(self._returned, symbols), "small_bytes": _small_bytes(self._unmoved, symbols)}
+        return {"kept_bytes": _distinct_bytes(self._returned, sizes), "small_bytes": _small_bytes(self._unmoved, sizes)}
 
 
 def _waiting_at(subgraphs: Sequence[Subgraph], returned: Sequence[Node]) -> list[list[Node]]:
@@ -218,17 +233,15 @@ def _symbol_values(placeholders: Sequence[Node], arguments: Sequence[Any]) -> di
     return values
 
 
-def _small_bytes(nodes: Sequence[Node], symbols: Symbols) -> int:
+def _small_bytes(nodes: Sequence[Node], sizes: _Sizes) -> int:
     """Return the bytes of those results of `nodes` that are too small to move."""
-    return _distinct_bytes([node for node in nodes if ops.output_bytes(node, symbols) < MIN_MOVED_BYTES], symbols)
+    return _distinct_bytes([node for node in nodes if sizes[node][1] < MIN_MOVED_BYTES], sizes)
 
 
-def _distinct_bytes(nodes: Sequence[Node], symbols: Symbols) -> int:
+def _distinct_bytes(nodes: Sequence[Node], sizes: _Sizes) -> int:
     """Return the bytes of the storages of `nodes`. A storage that several nodes share counts once."""
     storages: dict[int, int] = {}
     for node in nodes:
-        value = node.meta.get("val")
-        if ops.has_storage(value):
-            key = value.untyped_storage()._cdata
-            storages[key] = max(storages.get(key, 0), ops.storage_bytes(value, symbols))
+        storage, size_bytes = sizes[node]
+        storages[storage] = max(storages.get(storage, 0), size_bytes)
     return sum(storages.values())

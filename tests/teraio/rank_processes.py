@@ -73,7 +73,8 @@ class Ranks:
     def _start(self) -> None:
         self._starts += 1
         store = str(self._folder / f"store{self._starts}")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["teraio", "torch._inductor.compile_fx", "torch.distributed.tensor"])
         for rank in range(self._count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self._count, store, theirs, _SECONDS), daemon=True)

@@ -18,13 +18,13 @@ from runtime.paging.closing import HELD, NO_ROOM, TOO_SMALL
 from ..training import MIB, Training, mean_square_step, pagers, random_rows, unequal, weights_of_1_mib
 from .virtual import BLOCK_BYTES, IN, STAGES, VirtualTraining
 
-BUDGETS = {"fits": 200 * MIB, "on drives": 16 * MIB, "in both tiers": 16 * MIB}
+BUDGETS = {"fits": 200 * MIB, "on drives": 10 * MIB, "in both tiers": 10 * MIB}
 
 
 def training_in(folder: Path, how: str) -> Training:
-    """24 weights of 1 MiB with momentum."""
-    host = {"host_budget": 12 * MIB} if how == "in both tiers" else {}
-    return weights_of_1_mib({"memory_budget": BUDGETS[how], "storage": folder, **host}, momentum=0.9)
+    """14 weights of 1 MiB with momentum."""
+    host = {"host_budget": 7 * MIB} if how == "in both tiers" else {}
+    return weights_of_1_mib({"memory_budget": BUDGETS[how], "storage": folder, **host}, count=14, momentum=0.9)
 
 
 def park() -> teraio.Parked:

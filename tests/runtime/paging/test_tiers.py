@@ -53,6 +53,11 @@ def test_a_block_keeps_its_slot_or_changes_to_the_wanted_tier(tiers: Tiers, stor
     assert stores["host"].used_bytes == 0 and moving.tier is None
 
 
+def contents(storage: torch.UntypedStorage) -> set[int]:
+    """The bytes that occur in a storage. Its own `tolist` takes seconds for a MiB."""
+    return set(torch.tensor([], dtype=torch.uint8).set_(storage).unique().tolist())
+
+
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     gc.collect()
@@ -168,7 +173,7 @@ def test_a_slot_that_is_read_is_given_to_no_other_block(tier: WaitingTier, tmp_p
     assert made.slot is None
     _, other = rig.make(MIB, 9)
     rig.leave(other)
-    assert set(reader.tolist()) == {7} and set(tensor.tolist()) == {7}
+    assert contents(reader) == {7} and set(tensor.tolist()) == {7}
     assert rig.store.used_bytes == 2 * MIB
     del reader
     rig.make(MIB, 3)
@@ -189,4 +194,4 @@ def test_what_is_read_outlives_the_tiers(tmp_path: Path) -> None:
     rig.close()
     made.clear()
     block = None
-    assert [set(reader.tolist()) for reader in readers] == [{0}, {1}, {2}, {3}]
+    assert [contents(reader) for reader in readers] == [{0}, {1}, {2}, {3}]
