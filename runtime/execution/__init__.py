@@ -1,6 +1,6 @@
 """Runs the stages of compiled graphs, paged or plain."""
 
-from runtime.execution.executor import run_managed, run_plain
+from runtime.execution.executor import Reruns, run_managed, run_plain
 from runtime.execution.one_stage import MeasuredMemory, WorkspaceMeter
 from runtime.execution.operators import OperatorRunner
 from runtime.execution.program import (
@@ -17,4 +17,3 @@ from runtime.execution.program import (
     StageRun,
     graph_of,
 )
-from runtime.execution.rerun import Reruns

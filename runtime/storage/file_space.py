@@ -11,10 +11,9 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from planner.errors import StorageError, StorageFullError, StorageIOError
-from runtime.storage.descriptors import close_descriptor, keep_from_children, open_direct
 from runtime.storage.slot_store import FreeSpace, Store
 from runtime.storage.store import ALIGNMENT_BYTES, Extent, Slot, align_up
-from runtime.storage.user_files import UserFiles
+from runtime.storage.user_files import UserFiles, close_descriptor, keep_from_children, open_direct
 
 # A file grows by at least so many bytes at a time, if they fit: each time costs a wait for the file system.
 _GROWTH_BYTES = 64 << 20

@@ -1,6 +1,6 @@
 """A plan in force: compares measured iterations with the plan's promises, corrects its starts, replaces it by a better plan.
 
-`drift` measures how far off the promises are, `corrections` computes earlier starts, `background` makes the new plans. This file
+`drift` measures how far off the promises are, `schedule` computes earlier starts, `background` makes the new plans. This file
 decides when each of them acts.
 
 [Note: Planning again]
@@ -34,10 +34,9 @@ from dataclasses import dataclass, replace
 import planner
 from planner.errors import InfeasiblePlanError, TeraioError
 from planner.schema import Lengths
-from teraio.following.corrections import Corrections, planned_starts
 from teraio.following.drift import Drift, Expectation, Observation, drift_of, iterations_drift, remeasured, stages_plainly_off
 from teraio.following.observer import IterationObserver
-from teraio.following.schedule import StageSchedule, ThinnedPlans
+from teraio.following.schedule import Corrections, StageSchedule, ThinnedPlans, planned_starts
 from teraio.machine import Machine
 from teraio.options import Options
 from teraio.planning import BackgroundPlanner, save
