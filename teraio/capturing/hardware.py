@@ -1,8 +1,8 @@
 """The machines of captures: descriptions of what a GPU computes and moves in a second, as JSON files, and what stands for one.
 
 A machine that is captured for computes nothing: its description says what is measured elsewhere. The device's clock goes on by
-what work is estimated to take, and its memory holds no bytes. What runs outside of compiled graphs (the loss, clipping, the updates
-of optimizers) is seen operator by operator.
+what work is estimated to take, and its memory holds no bytes. What runs outside of compiled graphs (the loss, clipping, the
+updates of optimizers) is seen operator by operator.
 """
 
 from __future__ import annotations
