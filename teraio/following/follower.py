@@ -318,21 +318,14 @@ class PlanFollower:
 
     def _tell(self, promised: planner.Timeline, old: planner.Timeline | None, *, another: bool) -> None:
         """Log, in one line, why a plan was made again and which plan is followed."""
-        if not another:
-            logger.info(
-                "planned again, as %s: with the measured times no plan was found that is clearly faster than the old one, which "
-                "is followed (%.3f s an iteration)",
-                self._why,
-                promised.iteration_seconds,
-            )
-            return
-        logger.info(
-            "planned again, as %s: with the measured times the new plan takes %.3f s an iteration, the old one %s: the new one "
-            "is followed",
-            self._why,
-            promised.iteration_seconds,
-            "does not come to an end" if old is None else f"{old.iteration_seconds:.3f} s",
+        before = "does not come to an end" if old is None else f"{old.iteration_seconds:.3f} s"
+        found = (
+            f"the new plan takes {promised.iteration_seconds:.3f} s an iteration, the old one {before}: the new one is followed"
+            if another
+            else "no plan was found that is clearly faster than the old one, which is followed "
+            f"({promised.iteration_seconds:.3f} s an iteration)"
         )
+        logger.info("planned again, as %s: with the measured times %s", self._why, found)
 
 
 def _decisions(plan: planner.Plan) -> tuple[object, ...]:
