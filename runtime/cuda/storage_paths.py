@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from planner.errors import StorageError, UnsupportedError
-from runtime.cuda import driver
+from runtime.cuda import streams
 from runtime.storage import KvikioStore, StagedStore, Store
 from runtime.transfer import PathCandidate, TorchMemory, aligned
 
@@ -74,7 +74,7 @@ class CudaCopier:
             self._own.stream = stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         # A waiting thread must sleep: there are many of them, and the training thread needs its core.
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        driver.copy(stream, target=target, source=source, size_bytes=size_bytes)
+        streams.copy_by_driver(stream, target=target, source=source, size_bytes=size_bytes)
         done.record(stream)
         return done.synchronize
 

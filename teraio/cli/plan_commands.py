@@ -19,10 +19,9 @@ from teraio.cli import arguments
 from teraio.cli.arguments import AsJson, Device, Host, PlanFile, Policy, Rows, Storage, TraceFile, with_solver_options
 from teraio.cli.lengths import histogram, lengths_facts, lengths_of_plan, lengths_table
 from teraio.cli.output import Data, data_of, save, show_or_print, working, write_file, write_out
-from teraio.cli.plan_summary import plan_page, replay_page, summarise_plan, summarise_replay
+from teraio.cli.plan_summary import plan_page, replay_page, summarise_plan, summarise_replay, sweep_budgets, sweep_page
 from teraio.cli.report.content import chrome_trace, draw, report_of
 from teraio.cli.report.page import html_page
-from teraio.cli.sweeping import sweep_budgets, sweep_page
 from teraio.cli.trace_summary import summarise_trace, trace_page
 from teraio.options import require_directory
 
