@@ -10,7 +10,5 @@ from teraio.profiling.iteration import (
     RerunRecord,
     StageRecord,
 )
-from teraio.profiling.lengths import first_sized, with_lengths
-from teraio.profiling.peaks import LargestSizes, PeakWatch
-from teraio.profiling.profiler import FIXED_NAME, Profile, build_profile, times_agree
+from teraio.profiling.profiler import FIXED_NAME, Profile, build_profile, first_sized, times_agree, with_lengths
 from teraio.profiling.recorder import IterationRecorder

@@ -17,7 +17,8 @@ from runtime.cuda import CudaStreams, storage_paths
 from runtime.cuda import streams as cuda_streams
 from runtime.system import CudaPinner
 from runtime.transfer import aligned
-from teraio.machine import Machine, Shared, opening
+from teraio.machine import Machine, Shared
+from teraio.machine import machine as cuda_machine
 from teraio.machine.budgets import resolve_budgets, seen_by_ranks
 from teraio.options import Options
 from teraio.ranks import RankGroup
@@ -118,8 +119,8 @@ class FakeCuda:
         refused = "CUDA error 1 (refused)"
         monkeypatch.setattr(CudaPinner, "_register", lambda self_, address, size: None if self.pins else refused)
         monkeypatch.setattr(CudaPinner, "_unregister", lambda self_, address: None)
-        monkeypatch.setattr(opening, "_grow_segments", lambda undo: None)
-        monkeypatch.setattr(opening, "computing", self._computing)
+        monkeypatch.setattr(cuda_machine, "_grow_segments", lambda undo: None)
+        monkeypatch.setattr(cuda_machine, "computing", self._computing)
         monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, open_machine=open_machine))
         monkeypatch.setattr(REGISTRY, "shared", Shared())  # the paths of main memory lead nowhere here
 
@@ -142,5 +143,5 @@ def open_machine(
 ) -> Machine:
     """The machine of the made-up GPU; what of a budget is kept free is scaled down with the models of the tests."""
     budgets = resolve_budgets(options, *seen_by_ranks(options, torch.device("cuda", 0), ranks))
-    with mock.patch.multiple(opening, _SPARE_BYTES=spare_bytes, _PAGE_BYTES=MIB):
-        return opening.open_cuda(options, budgets, CPU, shared)
+    with mock.patch.multiple(cuda_machine, _SPARE_BYTES=spare_bytes, _PAGE_BYTES=MIB):
+        return cuda_machine.open_cuda(options, budgets, CPU, shared)
