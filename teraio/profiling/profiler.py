@@ -10,8 +10,8 @@ iterations are profiled. A disturbance that lasts through all of them shows only
 `teraio.following.follower`.
 
 From profiles at several lengths of inputs follows how sizes and times depend on the length. Where the number of inputs varies, as
-in the last batch of a data set, it counts as well: see `planner.schema.terms`. Sizes are sums of at most three of these terms, and
-exact where one goes through all profiles. Times are fitted, stage by stage, by what is constant, what grows with the inputs
+in the last batch of a data set, it counts as well: see `planner.schema.terms`. Sizes are sums of at most three of these terms,
+and exact where one goes through all profiles. Times are fitted, stage by stage, by what is constant, what grows with the inputs
 (what is done for each token) and what grows with the square of the length (attention); none of it is negative.
 """
 
