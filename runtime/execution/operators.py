@@ -24,18 +24,8 @@ class OperatorRunner:
     """
 
     def __init__(self, pager: Pager, device: torch.device) -> None:
-        self._pager = pager
+        self.pager = pager
         self._device = device
-
-    @property
-    def can_move(self) -> bool:
-        """Whether there is a lower tier, so that blocks can leave for others."""
-        return self._pager.can_move
-
-    @property
-    def has_drives(self) -> bool:
-        """Whether there is a storage tier, in which files can serve as blocks."""
-        return self._pager.has_drives
 
     def run(
         self,
@@ -51,7 +41,7 @@ class OperatorRunner:
         name: for errors. new_bytes: of its results. Raises BudgetError if all of this does not fit at once, StorageFullError and
         StorageError as stages do.
         """
-        pager = self._pager
+        pager = self.pager
         with uninterrupted(), pager.region(self._blocks([*reads, *writes])):
             read, written = self._blocks(reads), self._blocks(writes)
             pager.acquire(read, new_bytes, name)
@@ -77,19 +67,15 @@ class OperatorRunner:
         Raises UnsupportedError without a storage tier, StorageIOError if the file cannot be used.
         """
         size_bytes = math.prod(shape) * dtype.itemsize
-        storage = self._pager.block_in_file(name, "parameter", path=path, offset_bytes=offset_bytes, size_bytes=size_bytes)
+        storage = self.pager.block_in_file(name, "parameter", path=path, offset_bytes=offset_bytes, size_bytes=size_bytes)
         return storage_swap.tensor_over(storage, dtype, tuple(shape))
 
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is in a block."""
-        return self._pager.known_block(tensor) is not None
-
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._pager.make_movable(tensor)
+        self.pager.make_movable(tensor)
         return tensor
 
     def _blocks(self, tensors: Sequence[torch.Tensor]) -> list[Block]:
-        return list(dict.fromkeys(block for block in self._pager.known_blocks(tensors) if block is not None))
+        return list(dict.fromkeys(block for block in self.pager.known_blocks(tensors) if block is not None))
 
     def _is_large(self, value: object) -> bool:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
