@@ -88,7 +88,7 @@ class FileSpace(Store):
         with self._lock:
             self._check_open()
             shares = self._shares(align_up(size_bytes))
-            more = [max(0, share - file.size_bytes) for share, file in zip(shares, self._files.values(), strict=True)]
+            more = [max(0, share - file.free.size_bytes) for share, file in zip(shares, self._files.values(), strict=True)]
             # A file that is larger than its share saves the other files that many bytes.
             excess = self.capacity_bytes + sum(more) - align_up(size_bytes)
             for index in range(len(more)):
@@ -196,7 +196,7 @@ class FileSpace(Store):
         wanted = self.capacity_bytes + total
         if self._budget_bytes is not None and total and wanted > self._budget_bytes:
             return (
-                f"spill files of {wanted:,} bytes are needed ({self._used_bytes:,} in use), but the "
+                f"spill files of {wanted:,} bytes are needed ({self.used_bytes:,} in use), but the "
                 f"storage_budget allows {self._budget_bytes:,}; raise storage_budget or memory_budget"
             )
         needed: dict[int, int] = {}
@@ -244,11 +244,6 @@ class SpillFile:
         self.drive = os.fstat(self._buffered).st_dev
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of the file, all reserved on the drive."""
-        return self.free.size_bytes
-
-    @property
     def available_bytes(self) -> int:
         """Bytes that the file system has free for this user."""
         system = os.fstatvfs(self._buffered)  # `f_bavail`: what is kept for the superuser is not free
@@ -257,10 +252,10 @@ class SpillFile:
     def grow(self, more_bytes: int) -> None:
         """Reserve `more_bytes` (aligned) at the end. Waits for the file system. Raises OSError; then the size stays the same."""
         try:
-            os.posix_fallocate(self._buffered, self.size_bytes, more_bytes)
+            os.posix_fallocate(self._buffered, self.free.size_bytes, more_bytes)
         except OSError:
             # Some file systems keep what they had reserved before the drive was full.
-            os.ftruncate(self._buffered, self.size_bytes)
+            os.ftruncate(self._buffered, self.free.size_bytes)
             raise
         self.free.grow(more_bytes)
 

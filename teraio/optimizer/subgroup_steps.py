@@ -53,7 +53,7 @@ from teraio.optimizer.subgroups import SLICE_BUFFERS, ParameterSubgroup, Pending
 
 @dataclass(eq=False)
 class SubgroupSteps:
-    """Runs steps by subgroups. Call `close` at the end.
+    """Runs steps by subgroups. host: runs updates there; call its `close` at the end.
 
     rates: of updates on the host; None if there is no host tier. ensure_room: called before an optimizer makes states, with the
     bytes of all states that it will have; may raise StorageFullError.
@@ -67,10 +67,6 @@ class SubgroupSteps:
 
     def __post_init__(self) -> None:
         self.host = HostUpdates(self.pager, threads=None if self.rates is None else self.rates.threads)
-
-    def close(self) -> None:
-        """Wait until no update runs on the host."""
-        self.host.close()
 
     def run(self, managed: ManagedOptimizer, *, done: frozenset[int] = frozenset()) -> None:
         """Update all parameters of the optimizer, and leave PyTorch's own call of `step` none.
