@@ -330,18 +330,12 @@ class ProcessSteps(OwnHooks):
     in_main_memory: returns what stands for a tensor that is away from a GPU, for whoever saves the state of an optimizer.
     """
 
-    def __init__(
-        self, runs: Callable[[], Sequence[Run]], *, in_main_memory: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    ) -> None:
+    def __init__(self, runs: Callable[[], Sequence[Run]], in_main_memory: Callable[[Tensor], Tensor]) -> None:
         self._runs = runs
         self._in_main_memory = in_main_memory
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._had_runs = False
-        self._handle = register_optimizer_step_pre_hook(self._before)
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._handle.remove()
+        register_optimizer_step_pre_hook(self._before)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
