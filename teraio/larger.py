@@ -84,7 +84,7 @@ class UnderBudget:
             with torch.no_grad():
                 current.copy_(_mapped(saved))
             return current
-        if saved.size_bytes >= MIN_MOVED_BYTES and self._operators.has_drives:
+        if saved.size_bytes >= MIN_MOVED_BYTES and self._operators.pager.has_drives:
             fresh = self._operators.in_file(saved.path, saved.offset_bytes, saved.shape, saved.dtype, name)
         else:
             fresh = torch.empty(saved.shape, dtype=saved.dtype, device=self._device).copy_(_mapped(saved))
@@ -96,7 +96,7 @@ class UnderBudget:
             return
         if tensor.device != self._device or tensor.layout is not torch.strided or tensor.nbytes < MIN_MOVED_BYTES:
             return
-        if self._operators.knows(tensor):
+        if self._operators.pager.known_block(tensor) is not None:
             return
         found = _file_behind(tensor) if self._device.type == "cpu" else None
         if found is None:
@@ -104,7 +104,7 @@ class UnderBudget:
             return
         with torch.no_grad():
             whole = tensor.is_contiguous() and unchanged_since_mapped(tensor.data_ptr(), tensor.nbytes)
-            if whole and self._operators.has_drives:
+            if whole and self._operators.pager.has_drives:
                 tensor.data = self._operators.in_file(*found, tensor.shape, tensor.dtype)
             else:
                 tensor.data = tensor.detach().clone()  # what a file lends cannot leave
@@ -115,7 +115,7 @@ def under_budget(registry: Registry, options: Options, device: torch.device | st
     """See `teraio.under_budget`."""
     place = torch.empty(0, device=device or torch.get_default_device()).device  # with its index
     operators = registry.run_for(options, place).operators
-    if not operators.can_move:
+    if not operators.pager.can_move:
         registry.forget_unused()
         raise OptionsError("under_budget: there is no lower tier; give storage (directories on drives), host_budget or both")
     taking = UnderBudget(operators, place)

@@ -49,7 +49,7 @@ from teraio.optimizer import SubgroupSizes, graph_break_reasons
 from teraio.options import Options
 from teraio.planning import BackgroundPlanner, WarmStart, fit_given_plan, save
 from teraio.profiling import Iteration, Profile
-from teraio.watching import RunPhase
+from teraio.watching import PeakWatch, RunPhase
 
 logger = logging.getLogger("teraio")
 
@@ -93,7 +93,7 @@ class RunContext:
     background: BackgroundPlanner
     subgroups: SubgroupSizes
     given: planner.Plan | None
-    peaks: profiling.PeakWatch | None
+    peaks: PeakWatch | None
     findings: Findings
     tiled: Callable[[planner.Trace], tuple[Tiled, ...]] = lambda trace: ()
     warm: WarmStart | None = None

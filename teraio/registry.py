@@ -257,5 +257,5 @@ def _show_messages() -> None:
 
 
 REGISTRY = Registry()
-STEPS = ProcessSteps(REGISTRY.runs, in_main_memory=REGISTRY.in_main_memory)
+STEPS = ProcessSteps(REGISTRY.runs, REGISTRY.in_main_memory)
 """Its hooks are there before the first step: this module is imported when `torch.compile` is called with the backend's name."""

@@ -31,10 +31,10 @@ from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes, host_thre
 from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext
 from teraio.planning import BackgroundPlanner, PlanCache, PlanningJob, StartJob, WarmStart
-from teraio.profiling import Iteration, IterationBorder, LargestSizes, PeakWatch
+from teraio.profiling import Iteration, IterationBorder
 from teraio.ranks import RankGroup
 from teraio.stages import Codegen, CutPolicy, SpeedOf, StageCompiler, speed_of
-from teraio.watching import History, IterationStats, Status
+from teraio.watching import History, IterationStats, LargestSizes, PeakWatch, Status
 
 logger = logging.getLogger("teraio")
 

@@ -1,18 +1,25 @@
-"""The storage paths between a GPU and drives: cuFile through KvikIO, or staging through pinned memory, and who copies there."""
+"""The paths between a GPU and lower tiers: to drives by cuFile through KvikIO, or staging through pinned memory, and who copies
+there; to the host tier, how fast the GPU copies by itself; and what keeps it computing while others are measured."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from statistics import median
 
 import torch
 
 from planner.errors import StorageError, UnsupportedError
-from runtime.cuda import driver
-from runtime.storage import KvikioStore, StagedStore, Store
-from runtime.transfer import PathCandidate, TorchMemory, aligned
+from runtime.cuda import streams as cuda_streams
+from runtime.cuda.streams import CudaEvent, CudaStreams
+from runtime.device import Lane
+from runtime.storage import HostStore, KvikioStore, Slot, StagedStore, Store
+from runtime.system import storage_swap
+from runtime.transfer import LinkRates, PathCandidate, TorchMemory, aligned
 
 
 def cuda_candidates(
@@ -74,7 +81,7 @@ class CudaCopier:
             self._own.stream = stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         # A waiting thread must sleep: there are many of them, and the training thread needs its core.
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        driver.copy(stream, target=target, source=source, size_bytes=size_bytes)
+        cuda_streams.copy_by_driver(stream, target=target, source=source, size_bytes=size_bytes)
         done.record(stream)
         return done.synchronize
 
@@ -94,3 +101,142 @@ class CudaMemory(TorchMemory):
             self._own.buffer = buffer = self._copier.buffer(size_bytes)
         self._copier.copy(target=buffer.data_ptr(), source=address, size_bytes=size_bytes)()
         return super().bytes_at(buffer.data_ptr(), size_bytes)
+
+
+# -- measuring
+
+_COPIES = 8
+_TRIALS = 3
+_LATENCY_TRIALS = 9
+_LANES = (Lane.OUTWARD, Lane.INWARD)
+_SIDE = 2048
+_PRODUCTS = 32  # products of matrices that are queued at a time: about a millisecond
+
+
+def measure_host_links(streams: CudaStreams, store: HostStore, size_bytes: int) -> LinkRates:
+    """Measure rates over copies of `size_bytes` in all, by the GPU's clock, and the latency of a small copy.
+
+    Each direction is measured alone, and both at once.
+
+    Waits until all copies have ended. Takes `size_bytes` of the GPU and of the store during that time; less if one of them
+    has less, but at least 1 MiB. Raises StorageFullError if the store has less than that, StorageError if the GPU has.
+    """
+    slot, area = _largest_areas(streams, store, size_bytes)
+    try:
+        device = storage_swap.address(area)
+        for lane in _LANES:  # work that was queued before may still use what is this memory now (rule 2)
+            streams.wait(lane, streams.record(Lane.COMPUTE))
+        _seconds(streams, store, slot, device, _LANES)  # the first copies of a process are slower
+        alone = [median(_seconds(streams, store, slot, device, (lane,))[0] for _ in range(_TRIALS)) for lane in _LANES]
+        both = [_seconds(streams, store, slot, device, _LANES) for _ in range(_TRIALS)]
+        together = [median(times) for times in zip(*both, strict=True)]
+        latency = [_latency(streams, store, slot, device, lane) for lane in _LANES]
+    finally:
+        store.release(slot)
+    size = slot.size_bytes
+    return LinkRates(
+        write_bytes_per_second=size / alone[0],
+        read_bytes_per_second=size / alone[1],
+        write_latency_seconds=latency[0],
+        read_latency_seconds=latency[1],
+        duplex_write_bytes_per_second=size / 2 / together[0],
+        duplex_read_bytes_per_second=size / 2 / together[1],
+    )
+
+
+def _largest_areas(streams: CudaStreams, store: HostStore, size_bytes: int) -> tuple[Slot, torch.UntypedStorage]:
+    """Return a slot and GPU memory of the same size, as large as possible: the model may leave little memory on the GPU."""
+    while True:
+        slot = None
+        try:
+            slot = store.allocate(size_bytes, "measurement")
+            return slot, streams.allocate(slot.size_bytes)
+        except StorageError:
+            if slot is not None:
+                store.release(slot)
+            if size_bytes <= 1 << 20:
+                raise
+            size_bytes //= 2
+
+
+def _seconds(streams: CudaStreams, store: HostStore, slot: Slot, device: int, lanes: tuple[Lane, ...]) -> list[float]:
+    """Let each lane copy its share of the slot, in several copies. Return the seconds of each lane by the GPU's clock."""
+    ranges = _ranges(store, slot, device)
+    share = len(ranges) // len(lanes)
+    begins = [streams.mark_lane(lane) for lane in lanes]
+    for number in range(share):  # the lanes take turns, so that none of them waits for the host
+        for index, lane in enumerate(lanes):
+            _copy(streams, lane, *ranges[index * share + number])
+    ends = [streams.mark_lane(lane) for lane in lanes]
+    return [end.seconds_since(begin) for begin, end in zip(begins, ends, strict=True)]
+
+
+def _ranges(store: HostStore, slot: Slot, device: int) -> list[tuple[int, int, int]]:
+    """Cut the slot into ranges of equal length, shorter at the ends of extents: host address, device address, bytes."""
+    step = max(slot.size_bytes // (2 * _COPIES), 1 << 16)
+    ranges = []
+    for extent in slot.extents:
+        host = store.address_of(extent)
+        for begin in range(0, extent.length_bytes, step):
+            length = min(step, extent.length_bytes - begin)
+            ranges.append((host + begin, device, length))
+            device += length
+    return ranges
+
+
+def _copy(streams: CudaStreams, lane: Lane, host: int, device: int, size_bytes: int) -> None:
+    target, source = (host, device) if lane is Lane.OUTWARD else (device, host)
+    streams.copy(lane, target=target, source=source, size_bytes=size_bytes)
+
+
+def _latency(streams: CudaStreams, store: HostStore, slot: Slot, device: int, lane: Lane) -> float:
+    """Return the seconds from the request of a copy of one page until the host knows that it has ended."""
+    host = store.address_of(slot.extents[0])
+    trials = []
+    for _ in range(_LATENCY_TRIALS):
+        begun = time.perf_counter()
+        _copy(streams, lane, host, device, 4096)
+        streams.record(lane).wait()
+        trials.append(time.perf_counter() - begun)
+    return median(trials)
+
+
+@contextlib.contextmanager
+def computing(device: torch.device) -> Iterator[None]:
+    """Within, a stream of `device` multiplies matrices, and the default stream waits for each millisecond of that.
+
+    So paths to drives are measured as they will be in training. Takes 24 MiB of the device, and what cuBLAS takes. Without room
+    for them the device stays idle. Waits at the end until the last product is done, and leaves nothing behind.
+    """
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    try:
+        with torch.cuda.stream(stream):
+            factor = torch.full((_SIDE, _SIDE), 1e-3, dtype=torch.bfloat16, device=device)
+            product = torch.empty_like(factor)
+    except torch.OutOfMemoryError:
+        yield
+        return
+    stop = threading.Event()
+
+    def compute() -> None:
+        before = CudaEvent(stream)
+        while not stop.is_set():
+            with torch.cuda.stream(stream):
+                for _ in range(_PRODUCTS):
+                    torch.mm(factor, factor, out=product)
+            now = CudaEvent(stream)
+            # KvikIO's compatibility mode copies on streams that wait for the default stream. In training that waits for the lane
+            # of computation at the end of each region, so that such copies wait for stages. An idle GPU does not show that.
+            torch.cuda.default_stream(device).wait_event(now.event)
+            before.wait()  # never more than two portions ahead
+            before = now
+        before.wait()
+
+    thread = threading.Thread(target=compute, name="teraio computes while it measures", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        torch._C._cuda_clearCublasWorkspaces()  # this stream's: 32 MiB on Hopper, which nobody would use again

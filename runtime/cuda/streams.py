@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
 
-from runtime.cuda import driver
 from runtime.cuda.compaction import gather, history_of, serve
 from runtime.device import COMPUTE, INWARD, MIN_MOVED_BYTES, OUTWARD, USER, DeviceBytes, DeviceMemoryError, Event, Lane
+
+# -- calls of the driver: there are hundreds of copies an iteration, and PyTorch takes the host several times as long
+
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the calling thread has used no GPU yet
+
+
+def copy_by_driver(stream: torch.cuda.Stream, *, target: int, source: int, size_bytes: int) -> None:
+    """Queue a copy between two addresses, of a GPU or of main memory, in `stream`. Waits for it if main memory is not pinned.
+
+    Raises RuntimeError if the driver refuses it, or with an earlier error of the device.
+    """
+    status = _calls().cuMemcpyAsync(target, source, size_bytes, stream.cuda_stream)
+    if status == _NO_CONTEXT:
+        stream.record_event()  # gives the thread the context that PyTorch works in
+        status = _calls().cuMemcpyAsync(target, source, size_bytes, stream.cuda_stream)
+    if status:
+        name = ctypes.c_char_p()
+        _calls().cuGetErrorName(status, ctypes.byref(name))
+        found = name.value.decode() if name.value else "unknown"
+        raise RuntimeError(f"CUDA error {status} ({found}) in a copy of {size_bytes:,} bytes from {source:#x} to {target:#x}")
+
+
+@functools.cache
+def _calls() -> Any:
+    # Calls keep the interpreter's lock: whoever lets go of it may wait milliseconds until another thread gives it back.
+    library = ctypes.PyDLL("libcuda.so.1")
+    library.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    return library
+
+
+# -- lanes and memory
 
 _HERE = contextlib.nullcontext()
 _LONGEST_HISTORY = 100_000  # allocations and frees of one stage
@@ -109,7 +141,7 @@ class CudaStreams:
 
     def copy(self, lane: Lane, *, target: int, source: int, size_bytes: int) -> None:
         """Queue a copy between the GPU and main memory. If the main memory is not pinned, the call waits for the copy."""
-        driver.copy(self._streams[lane], target=target, source=source, size_bytes=size_bytes)
+        copy_by_driver(self._streams[lane], target=target, source=source, size_bytes=size_bytes)
 
     def fill(self, lane: Lane, address: int, size_bytes: int, value: int) -> None:
         with torch.cuda.stream(self._streams[lane]):
@@ -278,7 +310,7 @@ class AllocatorPieces:
                 self.allocate(limit_bytes - reserved)
 
     def copy(self, address: int, fresh: torch.UntypedStorage) -> None:
-        driver.copy(self._compute, target=fresh.data_ptr(), source=address, size_bytes=fresh.nbytes())
+        copy_by_driver(self._compute, target=fresh.data_ptr(), source=address, size_bytes=fresh.nbytes())
 
     # -- Pool
 

@@ -1,8 +1,7 @@
 """Runs the stages of compiled graphs, paged or plain."""
 
-from runtime.execution.executor import run_managed, run_plain
-from runtime.execution.one_stage import MeasuredMemory, WorkspaceMeter
-from runtime.execution.operators import OperatorRunner
+from runtime.execution.executor import Reruns, run_managed, run_plain
+from runtime.execution.one_stage import MeasuredMemory, OperatorRunner, WorkspaceMeter
 from runtime.execution.program import (
     Constant,
     InterleavedStages,
@@ -17,4 +16,3 @@ from runtime.execution.program import (
     StageRun,
     graph_of,
 )
-from runtime.execution.rerun import Reruns

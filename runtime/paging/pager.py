@@ -17,12 +17,10 @@ import torch
 from planner.errors import StorageFullError, UnsupportedError
 from planner.schema import WaitingTier
 from runtime.device import MIN_MOVED_BYTES, CpuDevice, Device
-from runtime.paging.around import POLL_SECONDS, Lending, Stages
+from runtime.paging.around import POLL_SECONDS, Closing, Lending, Parking, Stages
 from runtime.paging.block import OFFLOADED, ON_DEVICE, PLAIN, UNNAMED, Block, holder_of
-from runtime.paging.closing import Closing, Parking
 from runtime.paging.mover import Mover, NullMover
-from runtime.paging.pieces import StagePieces
-from runtime.paging.room import PrefetchQueue, RoomMaker
+from runtime.paging.room import PrefetchQueue, RoomMaker, StagePieces
 from runtime.paging.state import NO_LIMIT, BlockTable, CopySignal, MemoryAccount, PagerState
 from runtime.paging.transitions import BlockTransitions
 

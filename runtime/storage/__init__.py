@@ -1,10 +1,9 @@
 """The tiers below the device: slots for blocks in host memory and in preallocated spill files, and copies of their bytes."""
 
 from runtime.storage.contents import Checksums, PageSums, UnchangedChunks
-from runtime.storage.file_space import FileSpace
+from runtime.storage.file_space import FileSpace, PosixStore, StagedStore
 from runtime.storage.host import HostStore
 from runtime.storage.kvikio import KvikioStore, load_kvikio
-from runtime.storage.posix import PosixStore, StagedStore
 from runtime.storage.slot_store import Store, map_slot, reader_of
 from runtime.storage.store import (
     ALIGNMENT_BYTES,

@@ -39,7 +39,8 @@ class Store(ABC):
     largest holes instead, so that all of the capacity can be used. It is taken or released completely or not at all, also if
     memory runs out meanwhile.
 
-    tier: the name of the tier, for messages. `_spaces`: the free bytes of each file, by its descriptor; the subclass fills it.
+    tier: the name of the tier, for messages. used_bytes: what slots take.
+    `_spaces`: the free bytes of each file, by its descriptor; the subclass fills it.
     """
 
     def __init__(self, tier: str) -> None:
@@ -50,7 +51,7 @@ class Store(ABC):
         self._in_use: set[Slot] = set()
         self._kept: Counter[Slot] = Counter()
         self._gone: deque[Slot] = deque()
-        self._used_bytes = 0
+        self.used_bytes = 0
 
     @property
     @abstractmethod
@@ -73,11 +74,6 @@ class Store(ABC):
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None: ...
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes that slots take."""
-        return self._used_bytes
-
-    @property
     def capacity_bytes(self) -> int:
         """Bytes that are reserved on the drives, used or not."""
         return sum([space.size_bytes for space in self._spaces.values()])
@@ -95,14 +91,14 @@ class Store(ABC):
         size = align_up(max(size_bytes, 1))
         with self._lock:
             self._check_open()
-            used = self._used_bytes + size
+            used = self.used_bytes + size
             shares = self._make_room(size, name)
             with _AllOrNothing(self._spaces.values()):
                 extents = tuple([extent for range_ in self._take(shares) for extent in self._extents(*range_)])
                 address = self._contiguous_address(extents)
                 slot = Slot(name=name, size_bytes=size, content_bytes=size_bytes, extents=extents, address=address)
                 self._in_use.add(slot)
-            self._used_bytes = used
+            self.used_bytes = used
             return slot
 
     def release(self, slot: Slot) -> None:
@@ -114,12 +110,12 @@ class Store(ABC):
                 raise StorageError(
                     f"the slot of block {slot.name!r} is not in use here; this is a bug in teraio, please report it"
                 )
-            used = self._used_bytes - slot.size_bytes
+            used = self.used_bytes - slot.size_bytes
             with _AllOrNothing(self._spaces.values()):
                 for extent in slot.extents:
                     self._spaces[extent.file_descriptor].give(extent.offset_bytes, extent.length_bytes)
                 self._in_use.remove(slot)
-            self._used_bytes = used
+            self.used_bytes = used
 
     def keep(self, slot: Slot) -> Callable[[], None]:
         """Let a slot that is in use outlive `close`: its bytes can be read until what is returned is called, at any line."""
@@ -139,7 +135,7 @@ class Store(ABC):
             self._closed = True
             self._kept = Counter({slot: count for slot, count in self._kept.items() if self._has(slot)})
             self._in_use.clear()
-            self._used_bytes = 0
+            self.used_bytes = 0
             if not self._kept:
                 self._free_everything()
             else:

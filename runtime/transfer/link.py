@@ -343,12 +343,7 @@ class Transfer:
 
     def __repr__(self) -> str:
         state = "failed" if self.error or self.error_after else "done" if self.done else "pending"
-        return f"<Transfer {self.link.name} {self.slot.name} {self.bytes} bytes {state}>"
-
-    @property
-    def bytes(self) -> int:
-        """Size of the slot."""
-        return self.slot.size_bytes
+        return f"<Transfer {self.link.name} {self.slot.name} {self.slot.size_bytes} bytes {state}>"
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the bytes have moved and `on_done` has returned, for `timeout` seconds at most.

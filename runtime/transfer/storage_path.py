@@ -21,8 +21,7 @@ from statistics import harmonic_mean
 
 from planner.errors import StorageError, StorageFullError, TeraioError, UnsupportedError
 from runtime.storage import PosixStore, Store
-from runtime.transfer.engine import Engine
-from runtime.transfer.measurement import LinkRates
+from runtime.transfer.engine import Engine, LinkRates
 
 _log = logging.getLogger("teraio")
 

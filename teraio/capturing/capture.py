@@ -1,6 +1,6 @@
 """Captures a training step without its memory: under fake tensors, whose shapes are known and whose values are not.
 
-The step runs under teraio's own backend and optimizer hooks, on a modelled device (`teraio.capturing.modelled`). So a
+The step runs under teraio's own backend and optimizer hooks, on a modelled device (`teraio.capturing.hardware`). So a
 captured trace has the stages, blocks and groups of a real run. Times and workspaces are estimates, see `MachineDescription`.
 """
 
@@ -29,8 +29,14 @@ import planner
 from planner.errors import OptionsError, UnsupportedError
 from planner.schema import MAX_TEXT_CHARACTERS
 from runtime.execution import StageFunction
-from teraio.capturing.hardware import MachineDescription
-from teraio.capturing.modelled import DescribedHostRates, EagerWork, KnownValues, ModelledDevice, modelled_machine
+from teraio.capturing.hardware import (
+    DescribedHostRates,
+    EagerWork,
+    KnownValues,
+    MachineDescription,
+    ModelledDevice,
+    modelled_machine,
+)
 from teraio.capturing.pretended_gpu import answering, pretended_gpu
 from teraio.machine import Shared
 from teraio.options import Options

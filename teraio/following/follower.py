@@ -1,6 +1,6 @@
 """A plan in force: compares measured iterations with the plan's promises, corrects its starts, replaces it by a better plan.
 
-`drift` measures how far off the promises are, `corrections` computes earlier starts, `background` makes the new plans. This file
+`drift` measures how far off the promises are, `schedule` computes earlier starts, `background` makes the new plans. This file
 decides when each of them acts.
 
 [Note: Planning again]
@@ -34,10 +34,9 @@ from dataclasses import dataclass, replace
 import planner
 from planner.errors import InfeasiblePlanError, TeraioError
 from planner.schema import Lengths
-from teraio.following.corrections import Corrections, planned_starts
 from teraio.following.drift import Drift, Expectation, Observation, drift_of, iterations_drift, remeasured, stages_plainly_off
 from teraio.following.observer import IterationObserver
-from teraio.following.schedule import StageSchedule, ThinnedPlans
+from teraio.following.schedule import Corrections, StageSchedule, ThinnedPlans, planned_starts
 from teraio.machine import Machine
 from teraio.options import Options
 from teraio.planning import BackgroundPlanner, save
@@ -319,21 +318,14 @@ class PlanFollower:
 
     def _tell(self, promised: planner.Timeline, old: planner.Timeline | None, *, another: bool) -> None:
         """Log, in one line, why a plan was made again and which plan is followed."""
-        if not another:
-            logger.info(
-                "planned again, as %s: with the measured times no plan was found that is clearly faster than the old one, which "
-                "is followed (%.3f s an iteration)",
-                self._why,
-                promised.iteration_seconds,
-            )
-            return
-        logger.info(
-            "planned again, as %s: with the measured times the new plan takes %.3f s an iteration, the old one %s: the new one "
-            "is followed",
-            self._why,
-            promised.iteration_seconds,
-            "does not come to an end" if old is None else f"{old.iteration_seconds:.3f} s",
+        before = "does not come to an end" if old is None else f"{old.iteration_seconds:.3f} s"
+        found = (
+            f"the new plan takes {promised.iteration_seconds:.3f} s an iteration, the old one {before}: the new one is followed"
+            if another
+            else "no plan was found that is clearly faster than the old one, which is followed "
+            f"({promised.iteration_seconds:.3f} s an iteration)"
         )
+        logger.info("planned again, as %s: with the measured times %s", self._why, found)
 
 
 def _decisions(plan: planner.Plan) -> tuple[object, ...]:

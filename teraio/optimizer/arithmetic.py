@@ -442,7 +442,7 @@ class MasterHooks(OwnHooks):
         optimizer, parameters = facts.optimizer, owned_parameters(facts.optimizer)
         sizes = [facts.master_bytes(owned.tensor) or owned.tensor.nbytes for owned in parameters]
         with uninterrupted():
-            undo_if_interrupted(self._restore)
+            undo_if_interrupted(self._after.close)
             for numbers in cut(sizes, self._subgroup_bytes):
                 run_step(facts, [parameters[number] for number in numbers])
             self._after.callback(emptied(optimizer))
@@ -453,11 +453,8 @@ class MasterHooks(OwnHooks):
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Give the optimizer its parameters back."""
         with uninterrupted():
-            self._restore()
-            forget_undo(self._restore)
-
-    def _restore(self) -> None:
-        self._after.close()
+            self._after.close()
+            forget_undo(self._after.close)
 
     def loading(self, optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
         """Return what `load_state_dict` is to load, so that it does not cast states to the parameter's type."""

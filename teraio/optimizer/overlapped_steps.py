@@ -227,7 +227,7 @@ class Member(NamedTuple):
 
     def owned_blocks(self) -> tuple[Block, ...]:
         """Return the blocks. What is none becomes one."""
-        own = self.managed.block(self.parameter, f"optimizer/parameter.{self.owned.number}", "parameter")
+        own = self.managed.block(self.parameter, f"optimizer/parameter.{self.eligibility.number}", "parameter")
         return own, *self.managed.state_blocks(self.owned)
 
 

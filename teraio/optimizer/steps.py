@@ -93,7 +93,7 @@ class OptimizerSteps(OwnHooks):
     def close(self) -> None:
         """Remove the hooks. Waits until no update runs any more."""
         self._whole.give_up()
-        self._subgroups.close()
+        self._subgroups.host.close()
         self._owners.close()
         for handle in self._handles:
             handle.remove()
@@ -114,10 +114,6 @@ class OptimizerSteps(OwnHooks):
         """Make blocks of their states as soon as a parameter of theirs is one, if every optimizer is managed."""
         for optimizer in optimizers if self._automatic else ():
             self._optimizers.of(optimizer).adoption_due = True
-
-    def managed(self, optimizer: Optimizer) -> ManagedOptimizer:
-        """Return what is known of the optimizer."""
-        return self._optimizers.of(optimizer)
 
     def between_regions(self) -> None:
         """Catch up with user code: a step that failed, states that it has given or loaded. May wait while states are copied."""
@@ -334,18 +330,12 @@ class ProcessSteps(OwnHooks):
     in_main_memory: returns what stands for a tensor that is away from a GPU, for whoever saves the state of an optimizer.
     """
 
-    def __init__(
-        self, runs: Callable[[], Sequence[Run]], *, in_main_memory: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    ) -> None:
+    def __init__(self, runs: Callable[[], Sequence[Run]], in_main_memory: Callable[[Tensor], Tensor]) -> None:
         self._runs = runs
         self._in_main_memory = in_main_memory
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._had_runs = False
-        self._handle = register_optimizer_step_pre_hook(self._before)
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._handle.remove()
+        register_optimizer_step_pre_hook(self._before)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:

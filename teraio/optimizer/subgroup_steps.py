@@ -4,34 +4,56 @@
 While one subgroup is updated, the states of the one before leave the device and those of the next one arrive. A plan says when.
 Without a plan, each subgroup asks for the blocks that the next one lacks, and for room for them. The blocks of the subgroup
 before then leave first, since they are used again last of all.
-A parameter that is too large for that is a subgroup by itself, see [Note: Updates by slices].
+A parameter that is too large for that is a subgroup by itself, and updated by slices.
+
+[Note: Updates by slices]
+An elementwise update of some elements of a parameter needs the same elements of the states and no others. Where parameter,
+gradient and states do not fit together, or would take most of the room, the states wait in their slots in the lower tiers, and
+the pager lends the slots (see [Note: Lent slots]). While one slice of the states is updated, the next ones are read and the one
+before is written back, through a ring of buffers that counts as the stage's workspace. Parameter and gradient are on the device
+as a whole.
+
+The arithmetic is the optimizer's own, over flat views of parameter and gradient, with the buffers as states. Each slice gets the
+counters as they were before the step; the counters that the last slice leaves are kept. States that do not exist yet get their
+slots first, by blocks that leave at once, and their content slice by slice.
+
+The bits are those of the whole update: slices begin at multiples of ALIGNMENT_BYTES elements, so that vectorised loops leave the
+same elements over at the end. With several threads, PyTorch's loops on CPU also leave some elements over at the end of each
+thread's share, and round those of 16 bits differently: which ones depends on the number of threads, with and without slices.
+
+In a trace, the states are not among the blocks of the stage: no stage has them on the device, and no plan could move them. The
+time that their slices are on the links is part of the stage's time. The planner does not know that prefetches share the links
+with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from planner.errors import StorageError
 from runtime.device import Mark
 from runtime.execution import StageRun
 from runtime.paging import Block, Pager, State
+from runtime.storage import ALIGNMENT_BYTES, RangeCopy, align_up, in_turns
 from runtime.system import annotate
 from teraio.following import IterationObserver
-from teraio.optimizer.arithmetic import run_step
-from teraio.optimizer.facts import OwnedParameter
+from teraio.optimizer.arithmetic import Replica, copied, run_step, update_replicas
+from teraio.optimizer.facts import OptimizerFacts, OwnedParameter
 from teraio.optimizer.host import HostRates, HostUpdate, HostUpdates
 from teraio.optimizer.managed import ManagedOptimizer
-from teraio.optimizer.slices import SlicedUpdate, lent_slices
-from teraio.optimizer.subgroups import ParameterSubgroup, PendingStep
+from teraio.optimizer.subgroups import SLICE_BUFFERS, ParameterSubgroup, PendingStep, Slicing
 
 
 @dataclass(eq=False)
 class SubgroupSteps:
-    """Runs steps by subgroups. Call `close` at the end.
+    """Runs steps by subgroups. host: runs updates there; call its `close` at the end.
 
     rates: of updates on the host; None if there is no host tier. ensure_room: called before an optimizer makes states, with the
     bytes of all states that it will have; may raise StorageFullError.
@@ -45,10 +67,6 @@ class SubgroupSteps:
 
     def __post_init__(self) -> None:
         self.host = HostUpdates(self.pager, threads=None if self.rates is None else self.rates.threads)
-
-    def close(self) -> None:
-        """Wait until no update runs on the host."""
-        self.host.close()
 
     def run(self, managed: ManagedOptimizer, *, done: frozenset[int] = frozenset()) -> None:
         """Update all parameters of the optimizer, and leave PyTorch's own call of `step` none.
@@ -146,14 +164,30 @@ class _SubgroupStep:
 
     @contextmanager
     def _slices(self, subgroup: ParameterSubgroup, stage: str) -> Iterator[SlicedUpdate | None]:
-        """Within, the states of a parameter that is updated by slices are lent; None for all other subgroups."""
-        if subgroup.slicing is None:
+        """Within, the states of a parameter that is updated by slices are lent; None for all other subgroups.
+
+        States that do not exist are made. Waits until all states are in the lower tiers. Raises StorageError if a copy failed,
+        and BudgetError if a new state does not fit.
+        """
+        plan, pager, facts = subgroup.slicing, self.by.pager, self.step.facts
+        if plan is None:
             yield None
             return
         owned = self.step.parameters[subgroup.numbers[0]]
-        facts, name_of = self.step.facts, self.managed.state_name
-        with lent_slices(self.by.pager, facts, owned, subgroup.slicing, stage, lambda name: name_of(owned, name)) as update:
-            yield update
+        states: dict[str, tuple[Tensor, Block]] = {}
+        with ExitStack() as lent:
+            for name, dtype in plan.states.items():
+                if name in plan.fresh:
+                    tensor = _make(pager, owned.tensor, dtype, self.managed.state_name(owned, name), stage)
+                else:
+                    tensor = facts.optimizer.state[owned.tensor][name]
+                block = pager.known_block(tensor)
+                if block is None:
+                    raise StorageError("a state is updated by slices but is no block; this is a bug in teraio, please report it")
+                pager.lending.lend([block])
+                lent.callback(pager.lending.give_back, [block])
+                states[name] = tensor, block
+            yield SlicedUpdate(pager, facts, owned, plan, states)
 
     def _update(
         self,
@@ -238,3 +272,172 @@ class GradientVersions:
             if block is not None:
                 same[block] = same.get(block, True) and gradient._version == version
         return {block for block, is_same in same.items() if is_same}
+
+
+# -- the update of one parameter by slices
+
+_READ_AHEAD = 2  # slices that are read ahead while one is updated
+
+
+def _make(pager: Pager, parameter: Tensor, dtype: torch.dtype, name: str, stage: str) -> Tensor:
+    """Make a state whose content is yet to come."""
+    pager.acquire([], parameter.numel() * dtype.itemsize, stage)
+    try:
+        tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        pager.show_to_user([pager.block_of(tensor, name=name, kind="optimizer_state", user_visible=False)])
+    finally:
+        pager.retire([], [])
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SlicedUpdate:
+    """The update of one parameter. states: those in `plan`, by name, with their blocks, which the pager lends meanwhile."""
+
+    pager: Pager
+    facts: OptimizerFacts
+    owned: OwnedParameter
+    plan: Slicing
+    states: dict[str, tuple[Tensor, Block]]
+
+    def run(self) -> None:
+        """Update all slices. Waits until the last ones are written, or will be before the device goes on.
+
+        Parameter and gradient must be on the device. Raises StorageError if a copy failed; a note on the error says whether other
+        slices were updated before.
+        """
+        begins = self._in_order()
+        left: dict[str, Any] = {}
+        updated = 0
+        blocks = {name: block for name, (_, block) in self.states.items()}
+        try:
+            with _Ring(self.pager, self.owned.tensor.device, self.plan, blocks) as ring:
+                for number in range(min(_READ_AHEAD, len(begins))):
+                    ring.read(number, begins[number])
+                for number, begin in enumerate(begins):
+                    if number + _READ_AHEAD < len(begins):
+                        ring.read(number + _READ_AHEAD, begins[number + _READ_AHEAD])
+                    left = self._update(begin, ring.take(number, begin))
+                    updated += 1
+                    ring.write(number, begin)
+                ring.finish()
+        except BaseException as error:
+            if updated:
+                error.add_note(
+                    f"{updated} of {len(begins)} slices of the parameter whose update failed are done, the others are not: go on "
+                    "from a checkpoint"
+                )
+            raise
+        self._take_over(left)
+
+    def _in_order(self) -> list[int]:
+        """Return the first element of each slice, in an order in which drives take turns."""
+        begins = list(range(0, self.plan.elements, self.plan.slice_elements))
+        for name, dtype in self.plan.states.items():
+            if (slot := self.states[name][1].slot) is not None:
+                return [place // dtype.itemsize for place in in_turns(slot, [begin * dtype.itemsize for begin in begins])]
+        return begins
+
+    def _update(self, begin: int, buffers: dict[str, Tensor]) -> dict[str, Any]:
+        """Update one slice, with its states in `buffers`. Return the state that the optimizer leaves, these tensors in it."""
+        parameter = self.owned.tensor
+        piece = _flat(parameter, begin, self.plan.slice_elements)
+        piece.grad = _flat(parameter.grad, begin, self.plan.slice_elements) if parameter.grad is not None else None
+        before = {
+            name: buffers[name] if name in buffers and name not in self.plan.fresh else copied(value)
+            for name, value in self.facts.optimizer.state.get(parameter, {}).items()
+        }
+        replica = Replica(group=self.owned.group, parameter=piece, state=before)
+        with annotate("update", lambda: f"slice of {self.plan.slice_elements} elements from {begin}"):
+            update_replicas(self.facts, [replica])
+        for name, buffer in buffers.items():
+            if replica.state[name] is not buffer:  # the update has made it, or put another tensor in its place
+                replica.state[name] = buffer.copy_(replica.state[name])
+        return replica.state
+
+    def _take_over(self, left: dict[str, Any]) -> None:
+        """Take the counters from the last slice, and states that were made, in the order in which the optimizer makes them."""
+        if not left:
+            return
+        state = self.facts.optimizer.state[self.owned.tensor]
+        for name, value in left.items():
+            known = state.get(name)
+            if name in self.states:
+                state[name], _ = self.states[name]
+            elif isinstance(value, Tensor) and isinstance(known, Tensor) and known.shape == value.shape:
+                known.copy_(value)  # user code may hold the counter
+            else:
+                state[name] = value
+
+
+class _Ring:
+    """Buffers for SLICE_BUFFERS slices of all states, and the copies from and to them. On leaving it, all copies have ended."""
+
+    def __init__(self, pager: Pager, device: torch.device, plan: Slicing, blocks: dict[str, Block]) -> None:
+        self._pager = pager
+        self._plan = plan
+        self._blocks = blocks
+        self._reading: dict[int, list[RangeCopy]] = {}
+        self._writing: dict[int, list[RangeCopy]] = {}
+        self._memory = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=device)
+        self._first = -self._memory.data_ptr() % ALIGNMENT_BYTES  # drives are read past the page cache into whole pages
+
+    def __enter__(self) -> _Ring:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for copies in (*self._reading.values(), *self._writing.values()):  # copies run here only after an error, which says why
+            for copy in copies:
+                with suppress(StorageError):
+                    copy()
+        self._memory = torch.empty(0, dtype=torch.uint8)  # the traceback of an error would keep it
+
+    def read(self, number: int, begin: int) -> None:
+        """Begin to read a slice. Waits until the slice before it in the same buffers is written."""
+        _wait(self._writing, number - SLICE_BUFFERS)
+        copies = self._reading[number] = []  # there before the first copy begins: if the next one fails, somebody waits for it
+        for name, dtype in self._plan.states.items():
+            if name not in self._plan.fresh:
+                memory = self._bytes(number, begin, name)
+                copies.append(self._pager.lending.copy_range(self._blocks[name], begin * dtype.itemsize, memory, to_slot=False))
+
+    def take(self, number: int, begin: int) -> dict[str, Tensor]:
+        """Return the slices of all states. Waits until they are read."""
+        _wait(self._reading, number)
+        length = self._length(begin)
+        return {name: self._bytes(number, begin, name).view(dtype)[:length] for name, dtype in self._plan.states.items()}
+
+    def write(self, number: int, begin: int) -> None:
+        """Begin to write a slice."""
+        copies = self._writing[number] = []
+        for name, dtype in self._plan.states.items():
+            memory = self._bytes(number, begin, name)
+            copies.append(self._pager.lending.copy_range(self._blocks[name], begin * dtype.itemsize, memory, to_slot=True))
+
+    def finish(self) -> None:
+        """Wait until all slices are written."""
+        for number in list(self._writing):
+            _wait(self._writing, number)
+
+    def _length(self, begin: int) -> int:
+        return min(self._plan.slice_elements, self._plan.elements - begin)
+
+    def _bytes(self, number: int, begin: int, name: str) -> Tensor:
+        """Return the buffer of a state's slice, in whole pages."""
+        names = list(self._plan.states)
+        before = sum(self._plan.states[other].itemsize for other in names[: names.index(name)])
+        itemsize = self._plan.states[name].itemsize
+        offset = self._first + self._plan.slice_elements * (SLICE_BUFFERS * before + number % SLICE_BUFFERS * itemsize)
+        return self._memory[offset : offset + align_up(self._length(begin) * itemsize)]
+
+
+def _wait(copies: dict[int, list[RangeCopy]], number: int) -> None:
+    """Wait for the copies of slice `number`, if there are any, and forget them."""
+    with annotate("wait", "for copies of a slice"):
+        for copy in copies.get(number, ()):
+            copy()
+    copies.pop(number, None)
+
+
+def _flat(tensor: Tensor, begin: int, length: int) -> Tensor:
+    return tensor.detach().as_strided((tensor.numel(),), (1,), 0)[begin : begin + length]

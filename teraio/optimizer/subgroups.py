@@ -12,15 +12,20 @@ from itertools import groupby
 from types import MappingProxyType
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from planner import Hardware, Station, stations_of_step, subgroup_bytes
 from planner.errors import BudgetError
+from planner.problem import SLICES_SHARE
 from planner.schema import WaitingTier
 from planner.subgroup_size import UNMEASURED_BYTES, largest_subgroup_bytes
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Block, Pager
+from runtime.storage import ALIGNMENT_BYTES
+from teraio.distributed import rank_count
+from teraio.optimizer.arithmetic import Replica, copied, has_elements_of, update_replicas
 from teraio.optimizer.facts import USUAL_STATES, OptimizerFacts, OwnedParameter, cut, moves
-from teraio.optimizer.slices import Slicing, slicing
 
 logger = logging.getLogger("teraio")
 
@@ -87,6 +92,125 @@ class SubgroupSizes:
         logger.info("optimizers are updated in subgroups of about %s bytes (%s)", f"{best:,}", basis)
         return best
 
+
+# -- updates by slices, see [Note: Updates by slices] in `teraio.optimizer.subgroup_steps`
+
+# Slices of the states that are on the device at once: one that is updated, two that are read, one that is written back.
+SLICE_BUFFERS = 4
+_MAX_SLICE_BYTES = 32 << 20
+_SLICE_COUNTERS_BYTES = 1024  # bytes reserved for the counters of two slices
+# Elements of the scratch parameter that tells which states an optimizer makes. No counter has as many elements.
+_TRIED_ELEMENTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slicing:
+    """How the update of one parameter is cut: into slices of `slice_elements`, the last one shorter.
+
+    elements: of the parameter. states: names and types of the states that have one element for each of the parameter's.
+    fresh: names of those states that the update makes first. buffer_bytes: of all slices of states that are on the device at
+    once. temporary_bytes: what the update of one slice allocates.
+    """
+
+    elements: int
+    slice_elements: int
+    states: dict[str, torch.dtype]
+    fresh: frozenset[str]
+    buffer_bytes: int
+    temporary_bytes: int
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What the update needs on the device besides parameter and gradient."""
+        return self.buffer_bytes + self.temporary_bytes
+
+    @property
+    def fresh_sizes(self) -> list[int]:
+        """Bytes of each state that is made first. They are in the lower tiers; each is on the device for a moment before."""
+        return [self.elements * self.states[name].itemsize for name in self.fresh]
+
+
+def slicing(facts: OptimizerFacts, owned: OwnedParameter, pager: Pager) -> Slicing | None:
+    """Return how to cut the update of a parameter into slices; None if that is not possible, or the parameter is too small.
+
+    Reads no data and makes no state.
+    """
+    parameter, gradient = owned.tensor, owned.tensor.grad
+    if gradient is None or not pager.can_move or type(parameter) not in (Tensor, Parameter):
+        return None
+    if rank_count() > 1 and parameter.itemsize < 4:  # slices may round differently, see [Note: Several ranks]
+        return None
+    if not facts.elementwise or facts.keeps_masters:
+        return None
+    state = facts.optimizer.state.get(parameter) or {}
+    if not _fills_its_strides(parameter) or not _is_like(gradient, parameter) or gradient.dtype is not parameter.dtype:
+        return None
+    if not all(_can_be_cut(value, parameter, pager) for value in state.values()):
+        return None
+    states = _states_after(facts, owned)
+    fresh = frozenset(name for name in states if not has_elements_of(state.get(name), parameter))
+    itemsize = sum(dtype.itemsize for dtype in states.values())
+
+    def needed(elements: int) -> tuple[int, int]:
+        """Return the bytes of buffers and of temporaries. Fresh states count twice: as made by the update, and as copies."""
+        buffers = SLICE_BUFFERS * itemsize * elements + (ALIGNMENT_BYTES if states else 0)
+        temporaries = facts.temporary_copies * elements * parameter.itemsize
+        return buffers, temporaries + (itemsize * elements if fresh else 0) + (_SLICE_COUNTERS_BYTES if states else 0)
+
+    elements = 1 << (_MAX_SLICE_BYTES // parameter.itemsize).bit_length() - 1
+    while elements >= ALIGNMENT_BYTES and SLICES_SHARE * sum(needed(elements)) > parameter.nbytes:
+        elements //= 2
+    if elements < ALIGNMENT_BYTES:  # fewer elements are not whole pages for every element size
+        return None
+    buffer_bytes, temporaries = needed(elements)
+    return Slicing(
+        elements=parameter.numel(),
+        slice_elements=elements,
+        states=states,
+        fresh=fresh,
+        buffer_bytes=buffer_bytes,
+        temporary_bytes=temporaries,
+    )
+
+
+def _fills_its_strides(tensor: Tensor) -> bool:
+    """Return whether the tensor's elements fill the beginning of its storage, each once, so that it can be viewed as flat."""
+    dense = tensor.layout is torch.strided and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return dense and tensor.storage_offset() == 0
+
+
+def _is_like(tensor: Tensor, parameter: Tensor) -> bool:
+    same = tensor.layout is torch.strided and tensor.shape == parameter.shape and tensor.stride() == parameter.stride()
+    return same and tensor.device == parameter.device and tensor.storage_offset() == 0
+
+
+def _can_be_cut(state: object, parameter: Tensor, pager: Pager) -> bool:
+    """Return whether a state is a number, a small tensor, or a block of its own that can leave and has the parameter's layout."""
+    if not isinstance(state, Tensor):
+        return state is None or isinstance(state, (bool, int, float))
+    if not has_elements_of(state, parameter):
+        return not moves(state.nbytes)  # it is copied for each slice
+    block = pager.known_block(state)
+    return _is_like(state, parameter) and block is not None and block.span is not None and block.size_bytes == state.nbytes
+
+
+def _states_after(facts: OptimizerFacts, owned: OwnedParameter) -> dict[str, torch.dtype]:
+    """Return the elementwise states that the next update leaves, found out by an update of a tiny parameter.
+
+    Reads no data except counters, of which it has copies.
+    """
+    parameter = owned.tensor
+    tried = torch.zeros(_TRIED_ELEMENTS, dtype=parameter.dtype, device=parameter.device)
+    tried.grad = torch.zeros_like(tried)
+    state = {
+        name: torch.zeros_like(tried, dtype=value.dtype) if has_elements_of(value, parameter) else copied(value)
+        for name, value in (facts.optimizer.state.get(parameter) or {}).items()
+    }
+    update_replicas(facts, [Replica(group=owned.group, parameter=tried, state=state)])
+    return {name: value.dtype for name, value in state.items() if has_elements_of(value, tried)}
+
+
+# -- subgroups
 
 _COUNTERS_BYTES = 16  # bytes reserved for a parameter's step counter and similar scalars
 

@@ -318,10 +318,6 @@ StartJob = Callable[..., PlanningJob]  # with its arguments; never waits for the
 Choose = Callable[[planner.Plan], planner.Plan]
 
 
-def _as_made(plan: planner.Plan) -> planner.Plan:
-    return plan
-
-
 class BackgroundPlanner:
     """Makes plans while training goes on, at most one at a time.
 
@@ -348,7 +344,7 @@ class BackgroundPlanner:
         self._shared: RankPlan | None = None
         self._asked: dict[str, int] = {}
         self._signed: tuple[planner.Trace, str] | None = None
-        self._choose: Choose = _as_made
+        self._choose: Choose | None = None
 
     def budgets(self, profile: Profile) -> planner.Budgets:
         """Return what a plan for this profile may use of each tier."""
@@ -374,14 +370,14 @@ class BackgroundPlanner:
         self,
         trace: planner.Trace,
         budgets: planner.Budgets,
-        choose: Choose = _as_made,
+        choose: Choose | None = None,
         *,
         known: planner.Plan | None = None,
     ) -> None:
         """Start to plan for `trace`, once for all equal ranks of this machine. Cancels a job that has not been taken.
 
         Never waits for the plan. `take` has to be called at the end of each iteration then: it tells and asks the other ranks.
-        choose: decides on the rank that plans, for all of them. known: as for `PlanningJob`.
+        choose: decides on the rank that plans, for all of them; None: what was made is followed. known: as for `PlanningJob`.
         """
         self.cancel()
         self._trace, self._choose = trace, choose
@@ -443,7 +439,7 @@ class BackgroundPlanner:
         if job is None or not job.done:
             return None
         self._job = None
-        return self._choose(job.result())
+        return job.result() if self._choose is None else self._choose(job.result())
 
     def wait(self, timeout_seconds: float | None) -> bool:
         """Wait until no plan is being made on this rank, or until the time is over. Return whether none is. For any thread."""

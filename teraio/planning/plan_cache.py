@@ -6,7 +6,7 @@ A second start of the same training finds its plan in that folder and solves not
 A plan is kept with its trace in a file of its own. The file's name is a key: a hash of the graph that begins the iteration (its
 stages, blocks and sizes), of the options that plans depend on, of versions and of the planner's sources. So it is known before
 the first graph runs which plan may fit. Whether it does is decided when the first iteration has ended: all its stages and blocks
-must be those of the kept trace, see `teraio.profiling.recognise`. Budgets are part of the key as the user gave them. A share of
+must be those of the kept trace, see `recognise`. Budgets are part of the key as the user gave them. A share of
 the memory is a little different in each start; so the plan is replayed with the budgets of this start, and refused if it does
 not come to an end.
 

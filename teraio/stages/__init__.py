@@ -2,8 +2,7 @@
 
 from teraio.stages.codegen import Codegen, eager_codegen, inductor_decompositions
 from teraio.stages.compile import StageCompiler
-from teraio.stages.cost import Speed, SpeedOf, gpu_speed, reduces_products, speed_of
+from teraio.stages.cost import Kernel, Speed, SpeedOf, gpu_speed, kernels_of, operator_kernel, reduces_products, speed_of
 from teraio.stages.cut import CutPolicy
-from teraio.stages.kernels import Kernel, kernels_of, operator_kernel
 from teraio.stages.operators import base_name, sizes_are_promised
 from teraio.stages.split import workspace_bytes

@@ -2,21 +2,32 @@
 
 The compiler materialises the inputs of such an operator in any case, so a cut there hardly costs any fusion. The work of a stage
 is counted from the layer border on. So identical layers are cut at the same places and become identical stages. Stages that need
-far more memory than the others are then cut anywhere, see `cut_finer`.
+far more memory than the others are then cut anywhere, into pieces that need less.
+
+A long chain of elementwise operators and reductions over large tensors, such as a loss over a vocabulary or a scan, stays one
+stage, with all its temporaries. Often that stage alone sets the smallest budget. At a cut inside it, a compiler has to
+materialise tensors that it would have fused away. So only those stages are cut that need far more than usual, only where that
+lowers what the whole graph needs, and into few pieces. Where the stages are compiled to fused kernels, what one kernel hands on
+inside itself needs no memory, so chains are rarely cut there.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
+import statistics
+from collections import defaultdict
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.fx import Graph, Node
 
 from teraio.stages import operators as ops
-from teraio.stages.cost import Speed, is_heavy, seconds
-from teraio.stages.finer import cut_finer
+from teraio.stages.cost import Speed, StorageKey, is_heavy, most_at_once, never_materialised, seconds, storages_of, tensors_of
 
 _STAGES_PER_LAYER = 6
 _SMALL_BYTES = 1 << 20
@@ -136,7 +147,12 @@ def assign(
     _hoist_returned_views(nodes, stage_of)
     # A stage of the shortest duration touches so much in any case: to cut it for the sake of less memory gains nothing.
     usual_bytes = int(policy.shortest_seconds * speed.bytes_per_second)
-    _cut_finer(nodes, stage_of, policy, max(floor_bytes, usual_bytes), most_bytes, fuses=fuses)
+    stages: dict[int, list[Node]] = defaultdict(list)
+    for node in nodes:
+        stages[stage_of[node]].append(node)
+    whole = [stages[number] for number in sorted(stages)]
+    for number, piece in enumerate(_cut_finer(whole, policy, max(floor_bytes, usual_bytes), most_bytes, fuses=fuses)):
+        stage_of.update(dict.fromkeys(piece, number))
     _hoist_returned_views(nodes, stage_of)  # those of a stage that is in pieces now
     _sink_updates(stage_of)
     _repeat_constants(graph, stage_of)
@@ -234,25 +250,6 @@ def _hoist_returned_views(nodes: list[Node], stage_of: dict[Node, int]) -> None:
         stage_of[node] = max([made, *(stage_of[size] for size in sizes if size in stage_of)])
 
 
-def _cut_finer(
-    nodes: list[Node], stage_of: dict[Node, int], policy: CutPolicy, floor_bytes: int, most_bytes: int | None, *, fuses: bool
-) -> None:
-    stages: dict[int, list[Node]] = {}
-    for node in nodes:
-        stages.setdefault(stage_of[node], []).append(node)
-    whole = [stages[number] for number in sorted(stages)]
-    finer = cut_finer(
-        whole,
-        far_above=policy.far_above,
-        floor_bytes=floor_bytes,
-        most_stages=policy.max_stages,
-        fuses=fuses,
-        most_bytes=most_bytes,
-    )
-    for number, piece in enumerate(finer):
-        stage_of.update(dict.fromkeys(piece, number))
-
-
 def _sink_updates(stage_of: dict[Node, int]) -> None:
     """Move what only computes new values of small inputs that the graph changes, such as the running statistics of batch norm,
     into the stage that writes them.
@@ -290,3 +287,175 @@ def _repeat_constants(graph: Graph, stage_of: dict[Node, int]) -> None:
             stage_of[copy] = stage
             for user in users:
                 user.replace_input_with(node, copy)
+
+
+# -- stages that need far more memory than the others, in pieces
+
+_WORTHWHILE = 1.25  # a stage is cut if it needs so many times what the graph will need afterwards
+_SLACK = 1.1  # pieces may need so many times what they could, if there are fewer of them then
+_MOST_PIECES = 12
+_MOST_PLACES = 64
+
+
+def _cut_finer(
+    stages: Sequence[Sequence[Node]], policy: CutPolicy, floor_bytes: int, most_bytes: int | None, *, fuses: bool
+) -> list[list[Node]]:
+    """Return the stages of a graph in order, with those in pieces that need far more memory than the others.
+
+    stages: the operators of each stage, in the order of execution. Of one or two the need of none is usual, and equal tiles count
+    once. floor_bytes: to need less than this is of no use.
+    most_bytes: what a stage may need at the most: one that needs more is cut in any case, if that does; None: no limit is known.
+    """
+    keys = storages_of(list(stages[0][0].graph.nodes)) if stages else {}  # also of what other stages wrote, or show a part of
+    chains = [_Chain(nodes, keys, fuses=fuses) for nodes in stages]
+    needs = [chain.need_bytes(0, len(chain.nodes)) for chain in chains]
+    tiles = (ops.tile_of(nodes[-1]) for nodes in stages)
+    different = [need for need, tile in zip(needs, tiles, strict=True) if tile is None or tile[1] < 1]
+    usual = statistics.median(different) if len(different) > 2 else 1
+    allowed = math.inf if most_bytes is None else max(most_bytes, floor_bytes)
+    # One that other stages or graphs need anyway is worth no cut.
+    limit = min(max(policy.far_above * usual, floor_bytes), allowed)
+    known: dict[object, _Pieces] = {}  # layers, and tiles, are alike
+    pieces: dict[int, _Pieces] = {}
+    floor: float = floor_bytes
+    for i in sorted(range(len(chains)), key=needs.__getitem__, reverse=True):
+        if needs[i] <= limit or (needs[i] < _WORTHWHILE * floor and not floor <= allowed < needs[i]):
+            floor = max(floor, min(needs[i], limit))
+            break
+        if chains[i].key not in known:
+            known[chains[i].key] = _Pieces(chains[i])
+        pieces[i] = known[chains[i].key]
+        floor = max(floor, pieces[i].least_bytes)
+    cut: list[list[Node]] = []
+    for i, nodes in enumerate(stages):
+        found = [list(nodes)]
+        if i in pieces and (needs[i] >= _WORTHWHILE * floor or floor <= allowed < needs[i]):
+            ends = pieces[i].within(max(floor, min(_SLACK * floor, allowed)))
+            found = [list(nodes[begin:end]) for begin, end in itertools.pairwise(ends)]
+        # Stages cost the host time, so a graph has only so many: of what could run, the rest stays whole.
+        fits = needs[i] > allowed or len(cut) + len(found) + len(stages) - 1 - i <= policy.max_stages
+        cut += found if fits else [list(nodes)]
+    return cut
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A storage that a chain touches. made: the position of its operator; -1 if it comes from outside.
+
+    touched: the positions that make, read or write it. outlives: whether it is needed after the chain.
+    repeated: whether each piece makes it anew, because it is a constant. fused: see `never_materialised`.
+    """
+
+    size_bytes: int
+    made: int
+    touched: list[int]
+    outlives: bool
+    repeated: bool
+    fused: bool = False
+
+    def crosses(self, begin: int, end: int) -> bool:
+        """Return whether it is an input or an output of the operators from `begin` to before `end`."""
+        if self.repeated:
+            return self.outlives
+        return self.outlives or self.made < begin or self.touched[-1] >= end
+
+
+class _Chain:
+    """The operators of one stage, and what any run of consecutive ones among them needs."""
+
+    def __init__(self, nodes: Sequence[Node], keys: Mapping[Node, StorageKey], *, fuses: bool) -> None:
+        """keys: the storages of all nodes of the graph."""
+        self.nodes = nodes
+        position = {node: i for i, node in enumerate(nodes)}
+        several = [key for key in set(keys.values()) if key[1]]
+        found: dict[StorageKey, _Storage] = {}
+        for i, node in enumerate(nodes):
+            for touched in (*node.all_input_nodes, node):
+                key = keys[touched]
+                if key not in found:
+                    owner = key[0]
+                    repeated = owner in position and ops.is_creation(owner)
+                    size = sum(map(ops.storage_bytes, tensors_of(key, several)))
+                    found[key] = _Storage(size, position.get(owner, -1), [], False, repeated)
+                if touched is not node or not found[key].repeated:
+                    found[key].touched.append(i)
+            if any(user not in position for user in node.users):
+                found[keys[node]].outlives = True
+        self._storages = [storage for storage in found.values() if storage.size_bytes and storage.touched]
+        if fuses:
+            for key in never_materialised(nodes, keys) & found.keys():
+                found[key].fused = True
+
+    def need_bytes(self, begin: int, end: int) -> int:
+        """Return the bytes of inputs, outputs and temporaries of the operators from `begin` to before `end`, as one stage."""
+        crossing = 0
+        inside: list[tuple[int, int, int]] = []
+        for storage in self._storages:
+            here = [i for i in storage.touched if begin <= i < end]
+            if not here:
+                continue
+            if storage.crosses(begin, end):
+                crossing += storage.size_bytes
+            elif not storage.fused:
+                inside.append((storage.size_bytes, here[0], here[-1]))
+        return crossing + most_at_once(inside)
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for chains that are cut alike."""
+        return tuple((s.size_bytes, s.made, *s.touched, s.outlives, s.repeated, s.fused) for s in self._storages), self.places
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Positions before which the chain can be cut, at most `_MOST_PLACES`: those that little memory crosses.
+
+        No collective is in flight there, see [Note: Collectives].
+        """
+        crossing = [0] * len(self.nodes)
+        for storage in self._storages:
+            if not storage.repeated:
+                for i in range(storage.made + 1, storage.touched[-1] + 1):
+                    crossing[i] += storage.size_bytes
+        position = {node: i for i, node in enumerate(self.nodes)}
+        waits = [
+            (position[launch], i) for i, n in enumerate(self.nodes) if ops.is_wait(n) and (launch := ops.launch_of(n)) in position
+        ]
+        in_flight = {i for launch, wait in waits for i in range(launch + 1, wait + 1)}
+        allowed = [
+            i
+            for i, n in enumerate(self.nodes)
+            if i and i not in in_flight and not (ops.is_getitem(n) or ops.is_view(n) or ops.is_creation(n))
+        ]
+        length = max(1, -(-len(allowed) // _MOST_PLACES))
+        groups = (allowed[i : i + length] for i in range(0, len(allowed), length))
+        return tuple(min(group, key=crossing.__getitem__) for group in groups)
+
+
+class _Pieces:
+    """The ways to cut a chain into at most `_MOST_PIECES` pieces. least_bytes: what the largest piece needs at the best."""
+
+    def __init__(self, chain: _Chain) -> None:
+        self._ends = [0, *chain.places, len(chain.nodes)]
+        pairs = itertools.combinations(range(len(self._ends)), 2)
+        self._need = {(i, j): chain.need_bytes(self._ends[i], self._ends[j]) for i, j in pairs}
+        # The more a piece may need, the fewer pieces do: so the least limit is found by bisection.
+        limits = sorted(set(self._need.values()))
+        self.least_bytes = limits[bisect.bisect_left(limits, True, key=lambda limit: self._cuts(limit) is not None)]
+
+    def within(self, limit_bytes: float) -> list[int]:
+        """Return where the fewest pieces end of which none needs more than the limit, which is not below `least_bytes`."""
+        return [self._ends[i] for i in self._cuts(limit_bytes) or (0, len(self._ends) - 1)]
+
+    def _cuts(self, limit_bytes: float) -> list[int] | None:
+        """Return the ends of the fewest pieces, of those the ones that need least in all; None if there are too many."""
+        best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [0])}
+        for j in range(1, len(self._ends)):
+            ways = [
+                (count + 1, total + self._need[i, j], [*cuts, j])
+                for i, (count, total, cuts) in best.items()
+                if self._need[i, j] <= limit_bytes
+            ]
+            if ways:
+                best[j] = min(ways)
+        count, _, cuts = best.get(len(self._ends) - 1, (_MOST_PIECES + 1, 0, []))
+        return cuts if count <= _MOST_PIECES else None

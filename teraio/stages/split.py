@@ -27,9 +27,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from teraio.stages import operators as ops
-from teraio.stages.cost import is_heavy
+from teraio.stages.cost import StorageKey, is_heavy, most_at_once, never_materialised, storages_of, tensors_of
 from teraio.stages.cut import layer_of, module_path
-from teraio.stages.kernels import StorageKey, most_at_once, never_materialised, storages_of, tensors_of
 from teraio.stages.operators import Symbols
 
 _PURE_NAMESPACES = frozenset(("aten", "prims"))

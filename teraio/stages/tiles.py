@@ -38,9 +38,8 @@ from torch.utils._sympy.functions import FloorDiv
 from torch.utils.checkpoint import CheckpointPolicy
 
 from teraio.stages import operators as ops
-from teraio.stages.cost import is_heavy
+from teraio.stages.cost import is_heavy, storages_of
 from teraio.stages.cut import module_path
-from teraio.stages.kernels import storages_of
 from teraio.stages.rows import MEAN, NO_REDUCTION, ROWS, Part, Rows, Size, has_several, part_of, places, shape_of, sizes_of
 
 _log = logging.getLogger("teraio")

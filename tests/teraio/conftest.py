@@ -112,7 +112,7 @@ def quick_links(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter whose update is cut inside takes a quarter as many slices: Python's time for each was half of a training's."""
-    monkeypatch.setattr("teraio.optimizer.slices.SLICES_SHARE", 1)
+    monkeypatch.setattr("teraio.optimizer.subgroups.SLICES_SHARE", 1)
 
 
 @pytest.fixture

@@ -13,11 +13,12 @@ from unittest import mock
 import pytest
 import torch
 
-from runtime.cuda import CudaStreams, driver, storage_paths
+from runtime.cuda import CudaStreams, storage_paths
+from runtime.cuda import streams as cuda_streams
 from runtime.system import CudaPinner
 from runtime.transfer import aligned
 from teraio.machine import Machine, Shared
-from teraio.machine import cuda as cuda_machine
+from teraio.machine import machine as cuda_machine
 from teraio.machine.budgets import resolve_budgets, seen_by_ranks
 from teraio.options import Options
 from teraio.ranks import RankGroup
@@ -112,7 +113,7 @@ class FakeCuda:
             return aligned(lambda size: torch.empty(size, dtype=torch.uint8), size_bytes)
 
         monkeypatch.setattr(CudaStreams, "__init__", make)
-        monkeypatch.setattr(driver, "copy", copy)
+        monkeypatch.setattr(cuda_streams, "copy_by_driver", copy)
         monkeypatch.setattr(CudaStreams, "_on_device", on_device)
         monkeypatch.setattr(storage_paths.CudaCopier, "buffer", buffer)
         refused = "CUDA error 1 (refused)"

@@ -11,8 +11,7 @@ import pytest
 import planner
 from planner.problem import SolverSettings, live_bytes
 from planner.schema import Budgets, Lengths, Polynomial, Work
-from teraio.advice import Advice, Adviser, Answer, with_batch
-from teraio.passes import with_passes
+from teraio.advice import Advice, Adviser, Answer, with_batch, with_passes
 
 from ..planner.traces import block, group, links, staged, subgroup, trace
 from ..thoroughness import by_profile

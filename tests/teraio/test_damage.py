@@ -19,7 +19,7 @@ import teraio
 from planner import ChecksumError
 from runtime.paging import Block, State
 from runtime.storage import Chunk, HostStore, PosixStore, Slot
-from teraio.machine import opening
+from teraio.machine import machine
 
 from ..thoroughness import by_profile
 from ..training import Training, begin, blocks, random_rows, spill_files, unequal, weights_of_1_mib
@@ -84,7 +84,7 @@ def test_a_damaged_spill_file_stops_training_with_checksums_and_nobody_hears_of_
 def test_a_warning_says_what_cannot_be_checked(
     undamaged: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(opening, "system_tells", lambda: False)
+    monkeypatch.setattr(machine, "system_tells", lambda: False)
     options = {"memory_budget": "30MiB", "storage": tmp_path, "checksums": True}
     assert train_activations(options, tier="storage") == undamaged
     assert "no byte of parameters, gradients and optimizer states is checked" in caplog.text

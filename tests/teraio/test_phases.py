@@ -28,7 +28,8 @@ from teraio.phases import (
     RunContext,
 )
 from teraio.planning import BackgroundPlanner
-from teraio.profiling import Iteration, IterationBorder, PeakWatch
+from teraio.profiling import Iteration, IterationBorder
+from teraio.watching import PeakWatch
 
 from .in_process import InstantJobs
 from .virtual import BLOCK_BYTES, STAGES, VirtualTraining, hardware, plan_for, stage_run

@@ -13,9 +13,8 @@ from teraio.advice import what_holds_up
 from teraio.cli import output
 from teraio.cli.lengths import lengths_table
 from teraio.cli.output import Column, Data, Table, exact_bytes, format_bytes, format_seconds, share
-from teraio.cli.plan_summary import links_table
-from teraio.cli.report.palette import KINDS, PHASES, STALL, style
-from teraio.cli.sweeping import sweep_table
+from teraio.cli.plan_summary import links_table, sweep_table
+from teraio.cli.report.content import KINDS, PHASES, STALL, style
 
 # What the page may load: nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

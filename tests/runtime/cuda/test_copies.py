@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from planner.errors import StorageError, UnsupportedError
-from runtime.cuda import cuda_candidates, driver
+from runtime.cuda import cuda_candidates, streams
 from runtime.cuda.storage_paths import CudaCopier
 from runtime.storage import ALIGNMENT_BYTES
 from runtime.storage import kvikio as kvikio_file
@@ -49,7 +49,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Stream | None]]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(driver, "copy", copy)
+    monkeypatch.setattr(streams, "copy_by_driver", copy)
     return log
 
 

@@ -142,7 +142,7 @@ def test_waiting_can_time_out(make_link: MakeLink, gate: Gate) -> None:
     assert not transfer.done
     gate.let()
     transfer.wait(30)
-    assert transfer.done and transfer.bytes == 4096
+    assert transfer.done and transfer.slot.size_bytes == 4096
 
 
 # -- closing, and drives that do not answer
@@ -316,7 +316,7 @@ def test_random_traffic() -> None:
     assert len(ended) == len(set(ended)) and set(ended) == set(transfers)
     for transfer in transfers:
         places = sorted(moved.get(transfer.slot.name, []))
-        whole = list(range(0, transfer.bytes, CHUNK))
+        whole = list(range(0, transfer.slot.size_bytes, CHUNK))
         if transfer.slot.name.startswith("good"):
             assert places == whole and transfer.error is None
         else:

@@ -9,7 +9,7 @@ import pytest
 import planner
 from planner import Move
 from planner.simulator import StageTimes, Timeline, Transfer
-from teraio.following import corrections
+from teraio.following import schedule
 from teraio.following.drift import Expectation, Observation, drift_of, remeasured
 
 from ...planner.traces import IN, OUT, block, group, links, shared_rate, staged, subgroup, trace, varying
@@ -194,12 +194,12 @@ UNEVEN = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 0.1, 1.0, 1.0, 1.0]
     ],
 )
 def test_where_prefetches_start(moves: list[Move], shifts: dict[int, float], seconds: list[float], starts: list[int]) -> None:
-    assert corrections.corrected_starts(moves, shifts, seconds) == dict(enumerate(starts))
+    assert schedule.corrected_starts(moves, shifts, seconds) == dict(enumerate(starts))
 
 
 @pytest.fixture
-def found() -> corrections.Corrections:
-    return corrections.Corrections([move(0, 7, 8), move(1, 12, 13, after=5)], COUNT)
+def found() -> schedule.Corrections:
+    return schedule.Corrections([move(0, 7, 8), move(1, 12, 13, after=5)], COUNT)
 
 
 def expected(stalled: dict[int, float] | None = None) -> Expectation:
@@ -207,7 +207,7 @@ def expected(stalled: dict[int, float] | None = None) -> Expectation:
     return replace(EXPECTED, iteration_seconds=float(COUNT), stall_seconds=stalls)
 
 
-def test_half_of_the_smaller_lateness_is_made_up_for(found: corrections.Corrections) -> None:
+def test_half_of_the_smaller_lateness_is_made_up_for(found: schedule.Corrections) -> None:
     """What was late once is not."""
     for late in ({(0, 8): 3.0}, {}, {(0, 8): 3.0}):
         assert not found.note(late, sum(late.values()), expected()) and found.shifts == {}
@@ -219,7 +219,7 @@ def test_half_of_the_smaller_lateness_is_made_up_for(found: corrections.Correcti
     assert found.starts(SECONDS).fetch_at[6] == (0,)
 
 
-def test_corrections_that_do_not_help_are_dropped_for_good(found: corrections.Corrections) -> None:
+def test_corrections_that_do_not_help_are_dropped_for_good(found: schedule.Corrections) -> None:
     changed = [found.note({(0, 8): 3.0}, 3.0, expected()) for _ in range(12)]
     assert changed[1:3] == [True, True] and found.shifts == {}
     assert found.starts(SECONDS).fetch_at[7] == (0,)

@@ -18,7 +18,7 @@ from planner.errors import BudgetError, StorageFullError, StorageIOError
 from runtime.paging import State
 from runtime.storage import HostStore, align_up
 from teraio.machine import ResolvedBudgets
-from teraio.optimizer.slices import SlicedUpdate
+from teraio.optimizer.subgroup_steps import SlicedUpdate
 from teraio.options import Options
 from teraio.planning import BackgroundPlanner
 

@@ -188,7 +188,7 @@ def test_what_is_known_keeps_nothing_alive(started: Start) -> None:
         training.pager.block_of(parameter, name="other", kind="parameter", user_visible=True)
     set_gradients(parameters, 0)
     optimizer.step()
-    managed = training.steps.managed(optimizer)
+    managed = training.steps._optimizers.of(optimizer)
     assert managed.adopted and managed.has_blocks and managed.optimizer is optimizer
     gone = [weakref.ref(optimizer), *(weakref.ref(p) for p in parameters), weakref.ref(optimizer.state[parameters[0]]["exp_avg"])]
     del optimizer, parameters, parameter

@@ -17,7 +17,8 @@ from torch.optim import SGD
 
 import teraio
 from planner import Plan, Trace
-from teraio.profiling import Iteration, IterationBorder, PeakWatch, Region, StageRecord, profiler
+from teraio.profiling import Iteration, IterationBorder, Region, StageRecord, profiler
+from teraio.watching import PeakWatch
 
 from ...training import MIB, Training, begin, mean_square_step, unequal
 

@@ -13,9 +13,9 @@ import planner
 from benchmarks.transformer_trace import WORKLOADS
 from planner import Budgets, Plan
 from planner.problem import SolverSettings
+from teraio.cli.plan_summary import sweep_budgets
 from teraio.cli.report.content import report_of
 from teraio.cli.report.page import html_page
-from teraio.cli.sweeping import sweep_budgets
 
 from ....planner.traces import hand
 from ...traces import CHAIN, planned

@@ -18,7 +18,7 @@ import planner
 from planner import Budgets, Plan
 from planner.problem import live_bytes
 from planner.simulator import critical_path
-from teraio.cli.report.palette import KINDS, PHASES, STALL, style
+from teraio.cli.report.content import KINDS, PHASES, STALL, style
 
 from ....planner.traces import hand
 from ...conftest import RunCommand
