@@ -91,6 +91,7 @@ class _Search:
         self.own: list[ReplayedPlan] = []
         self.rivals: list[ReplayedPlan] = []
         self.reports: list[SolverReport] = []
+        self.roomy = True  # whether the program whose plan was the cheapest one left room for a block
         self.bound_seconds = task.known_bound
 
     def begin(self) -> None:
@@ -99,12 +100,17 @@ class _Search:
         if not task.rivals_beyond:
             self.rivals = self._plans_of_rivals()
         too_full: InfeasiblePlanError | None = None
-        for start, report in _starts(self.problem, task.settings, task.on_host, integer=not (task.draft or task.part)):
-            self.reports += [report] if report else []
+        for start, solution in _starts(self.problem, task.settings, task.on_host, integer=not (task.draft or task.part)):
+            self.reports += [solution.report] if solution else []
             try:
-                self.own += exact_candidates(*start, weight)
+                made = exact_candidates(*start, weight)
             except InfeasiblePlanError as error:
                 too_full = error
+            else:
+                least = min((each.cost for each in self.own), default=inf)
+                if solution and min(each.cost for each in made) < least:
+                    self.roomy = solution.roomy
+                self.own += made
             if (self.own and out_of_time()) or (self.effort.until_close and self.is_close()):
                 break
         if task.rivals_beyond and all(each.timeline.iteration_seconds > task.rivals_beyond for each in self.own):
@@ -169,7 +175,7 @@ def _other_updates(search: _Search) -> list[ReplayedPlan]:
             if on_host in tried:
                 continue
             tried.add(on_host)
-            planned = _planned(problem, task.settings, sorted(on_host))
+            planned = _planned(problem, task.settings, sorted(on_host), roomy=search.roomy)
             if planned is not None and planned.cost < best.cost * effort.worth_an_update_set:
                 better = planned
                 break
@@ -206,16 +212,16 @@ _STEPS = (_other_updates, _around_user_code, _other_tiers, _other_blocks)
 
 
 def _starts(
-    problem: Problem, settings: SolverSettings, on_host: Collection[int] | None, *, integer: bool
-) -> Iterator[tuple[Start, SolverReport | None]]:
+    problem: Problem, settings: SolverSettings, on_host: Collection[int] | None, *, integer: bool, roomy: bool = True
+) -> Iterator[tuple[Start, CoarseSolution | None]]:
     """What the coarse solutions choose, and for short iterations two simple starts. Each is worked out when it is asked for.
 
     Without a solution, only where updates run is decided, and a greedy plan takes the place of the program's.
     """
     solved = False
-    for solution in coarse_solutions(problem, settings, on_host, integer=integer):
+    for solution in coarse_solutions(problem, settings, on_host, integer=integer, roomy=roomy):
         solved = True
-        yield start_of(problem, solution), solution.report
+        yield start_of(problem, solution), solution
     if not solved:
         yield _undecided(problem, on_host or ()), None
     if on_host is None and effort_of(problem.stage_count).simple_starts:
@@ -248,10 +254,10 @@ def _undecided(problem: Problem, on_host: Collection[int]) -> Start:
     return start_of(problem, CoarseSolution(tiers={}, on_host=frozenset(on_host), report=SolverReport()))
 
 
-def _planned(problem: Problem, settings: SolverSettings, on_host: Collection[int]) -> ReplayedPlan | None:
+def _planned(problem: Problem, settings: SolverSettings, on_host: Collection[int], *, roomy: bool) -> ReplayedPlan | None:
     """The best plan of the relaxed program in which these subgroups update on the host; None if the host tier is too small."""
     try:
-        starts = [start for start, _ in _starts(problem, settings, on_host, integer=False)]
+        starts = [start for start, _ in _starts(problem, settings, on_host, integer=False, roomy=roomy)]
         found = [each for start in starts for each in exact_candidates(*start, settings.write_weight)]
     except InfeasiblePlanError:
         return None
