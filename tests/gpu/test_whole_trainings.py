@@ -132,7 +132,8 @@ def test_updates_on_the_host_agree_to_rounding(
     assert training.progress[-1][0].phase == "planned" and len(updates) > LAYERS
     teraio.reset()
     found, wanted = values(training), values(train(start(None, make_optimizers, dtype), 0, 12))
-    assert not apart(found, wanted, TOLERANCE if dtype == torch.float32 else 2**-7)  # of a parameter in bf16
+    # Gradients in bf16 differ by 2**-7 after some steps, as parameters do; second moments are of their squares: by twice that.
+    assert not apart(found, wanted, TOLERANCE if dtype == torch.float32 else 2**-6)
 
 
 # -- checkpoints, and drives that fail
