@@ -5,7 +5,7 @@ from runtime.storage.file_space import FileSpace, PosixStore, StagedStore
 from runtime.storage.host import HostStore
 from runtime.storage.kvikio import KvikioStore, load_kvikio
 from runtime.storage.slot_store import Store, map_slot, reader_of
-from runtime.storage.store import (
+from runtime.storage.slots import (
     ALIGNMENT_BYTES,
     Chunk,
     ChunkIO,

@@ -35,7 +35,7 @@ from weakref import WeakKeyDictionary
 from xxhash import xxh3_128_intdigest
 
 from planner.errors import ChecksumError
-from runtime.storage.store import Chunk, MoveChunk, Slot
+from runtime.storage.slots import Chunk, MoveChunk, Slot
 from runtime.system import native
 
 # Each page has a sum of 64 bits. Random changes leave one in 2^64 pages with its sum; changes within one word never do.

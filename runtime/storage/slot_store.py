@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from planner.errors import StorageError
-from runtime.storage.store import Chunk, Extent, FilePlace, Slot, align_up
+from runtime.storage.slots import Chunk, Extent, FilePlace, Slot, align_up
 
 _Hole = tuple[int, int]  # offset and length
 _length = itemgetter(1)

@@ -31,7 +31,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from planner.errors import StorageError, StorageIOError
-from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot, align_up, content_of, copy_all, cut_chunk
+from runtime.storage.slots import ALIGNMENT_BYTES, Chunk, Extent, Slot, align_up, content_of, copy_all, cut_chunk
 
 # -- descriptors
 

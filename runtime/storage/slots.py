@@ -1,4 +1,4 @@
-"""Slots in preallocated files or memory, how they are cut into chunks, and what copies those."""
+"""Slots: the room for one block each in files or in memory, and the chunks that they are cut into to be copied."""
 
 from __future__ import annotations
 
