@@ -4,7 +4,6 @@ from runtime.storage.contents import Checksums, PageSums, UnchangedChunks
 from runtime.storage.file_space import FileSpace, PosixStore, StagedStore
 from runtime.storage.host import HostStore
 from runtime.storage.kvikio import KvikioStore, load_kvikio
-from runtime.storage.slot_store import Store, map_slot, reader_of
 from runtime.storage.slots import (
     ALIGNMENT_BYTES,
     Chunk,
@@ -18,4 +17,5 @@ from runtime.storage.slots import (
     in_turns,
     slot_range,
 )
+from runtime.storage.store import Store, map_slot, reader_of
 from runtime.storage.user_files import FileDiffers

@@ -25,8 +25,8 @@ import torch
 
 from planner.errors import StorageError, StorageFullError, StorageIOError
 from runtime.storage.contents import Checksums
-from runtime.storage.slot_store import FreeSpace, Store
 from runtime.storage.slots import ALIGNMENT_BYTES, Chunk, Extent, Slot, align_up, content_of, copy_all, cut_chunk
+from runtime.storage.store import FreeSpace, Store
 from runtime.storage.user_files import UserFiles, close_descriptor, keep_from_children, open_direct
 
 # A file grows by at least so many bytes at a time, if they fit: each time costs a wait for the file system.

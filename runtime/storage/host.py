@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from planner.errors import StorageError, StorageFullError
-from runtime.storage.slot_store import FreeSpace, Store
 from runtime.storage.slots import ALIGNMENT_BYTES, Chunk, Extent, FilePlace, Slot
+from runtime.storage.store import FreeSpace, Store
 from runtime.system import PIN_CHUNK_BYTES, CudaPinner, HostLimit, check_host_memory, host_limits, on_processors
 
 _PATH = Path("memfd:teraio-host")  # the name of the slab in messages and extents. It is in no file system.

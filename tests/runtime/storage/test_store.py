@@ -66,7 +66,7 @@ class TestStore(StoreContract):
 
 PAGE = 4096
 Stores = PosixStore | HostStore
-WATCHED = tuple(f"runtime/storage/{name}.py" for name in ("slot_store", "file_space", "host"))
+WATCHED = tuple(f"runtime/storage/{name}.py" for name in ("store", "file_space", "host"))
 
 
 def two_files(folder: Path) -> Stores:
