@@ -1,7 +1,8 @@
 """The tiers below the device: slots for blocks in host memory and in preallocated spill files, and copies of their bytes."""
 
 from runtime.storage.contents import Checksums, PageSums, UnchangedChunks
-from runtime.storage.file_space import FileSpace, PosixStore, StagedStore
+from runtime.storage.file_copies import PosixStore, StagedStore, compare_file
+from runtime.storage.file_space import FileSpace
 from runtime.storage.host import HostStore
 from runtime.storage.kvikio import KvikioStore, load_kvikio
 from runtime.storage.slots import (

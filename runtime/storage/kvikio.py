@@ -18,8 +18,9 @@ from typing import Any
 
 from planner.errors import UnsupportedError
 from runtime.device import DeviceBytes
+from runtime.storage.file_copies import io_error
 from runtime.storage.file_space import FileSpace
-from runtime.storage.slots import Chunk, Slot, content_of, io_error
+from runtime.storage.slots import Chunk, Slot, content_of
 
 # Of KvikIO's thread pool, which serves all callers. If KvikIO makes the copies itself, it cuts a chunk into tasks of this size.
 _THREADS, _TASK_BYTES = 16, 4 << 20

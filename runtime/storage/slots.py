@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from itertools import accumulate, chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from planner.errors import StorageError, StorageIOError
+from planner.errors import StorageError
 
 if TYPE_CHECKING:
     from runtime.storage.user_files import UserFile
@@ -165,29 +164,6 @@ def alternate(lists: Iterable[Sequence[_Item]]) -> Iterator[_Item]:
     """Yield the first item of each list, then the second item of each list, and so on, until all lists are used up."""
     rounds = chain.from_iterable(zip_longest(*([(item,) for item in each] for each in lists)))
     return (entry[0] for entry in rounds if entry is not None)
-
-
-def io_error(action: str, slot: Slot, chunk: Chunk, code: int | None) -> StorageIOError:
-    """Return the error of a chunk that could not be copied. code: the errno, None if the system gave none."""
-    return StorageIOError(path=str(chunk.extent.path), block=slot.name, errno=code or errno.EIO, action=action)
-
-
-def copy_all(
-    action: str, call: Callable[[int, list[memoryview], int], int], slot: Slot, chunk: Chunk, address: int, there_bytes: int
-) -> None:
-    """Repeat a system call, which may copy fewer bytes than it is asked for, until all of the chunk that is there is copied.
-
-    It is always asked for whole pages, as direct I/O needs. Raises StorageIOError.
-    """
-    view, done = memoryview(chunk.memory(address)), 0
-    while done < there_bytes:
-        try:
-            count = call(chunk.extent.file_descriptor, [view[done:]], chunk.file_offset_bytes + done)
-        except OSError as error:
-            raise io_error(action, slot, chunk, error.errno) from error
-        if count == 0:  # a read finds no bytes there: somebody has made the file shorter
-            raise io_error(f"{action} beyond the end of the file", slot, chunk, None)
-        done += count
 
 
 MoveChunk = Callable[[Slot, Chunk, int], None]  # copies one chunk of a slot, as the calls of a `ChunkIO` do

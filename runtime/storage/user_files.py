@@ -19,7 +19,6 @@ name, stays usable: it is open, and its bytes are free only when the last of its
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
@@ -31,7 +30,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from planner.errors import StorageError, StorageIOError
-from runtime.storage.slots import ALIGNMENT_BYTES, Chunk, Extent, Slot, align_up, content_of, copy_all, cut_chunk
+from runtime.storage.slots import ALIGNMENT_BYTES, Extent, Slot, align_up
 
 # -- descriptors
 
@@ -76,8 +75,6 @@ os.register_at_fork(after_in_child=_replace_in_child)
 
 # -- files
 
-_COMPARED_BYTES = 1 << 20
-"""A block is compared with its file in pieces of this size."""
 _REMEDY = "leave a checkpoint as it is while its weights are in use; restart from one that nobody changes"
 
 _log = logging.getLogger("teraio")
@@ -133,30 +130,6 @@ class UserFile:
             return
         name = block or next((slot.name for slot in self.slots), "")
         raise StorageIOError(path=str(self.path), block=name, errno=errno.ESTALE, action=f"read ({found})", remedy=_REMEDY)
-
-    def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
-        """Read a chunk of a slot into memory of the processor; zeros beyond the file's end. Raises StorageIOError."""
-        view = memoryview(chunk.memory(address)).cast("B")
-        there = min(chunk.length_bytes, self.size_bytes - chunk.file_offset_bytes)
-        try:
-            copy_all("read", os.preadv, slot, chunk, address, there)
-            view[there:] = bytes(chunk.length_bytes - there)
-        finally:  # where it has changed, this is what went wrong
-            self.check(slot.name)
-
-    def holds(self, slot: Slot, chunk: Chunk, address: int, bytes_at: Callable[[int, int], bytes]) -> bool:
-        """Whether the file holds the block's bytes of a chunk as the memory at `address` does. Reads them. Raises StorageIOError.
-
-        bytes_at: returns a copy of the memory from an address on, of so many bytes.
-        """
-        with mmap.mmap(-1, min(_COMPARED_BYTES, chunk.length_bytes)) as pages:  # direct I/O needs aligned memory
-            begins_at = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-            for part in cut_chunk(chunk, len(pages)):
-                self.read_chunk(slot, part, begins_at - part.slot_offset_bytes)
-                begin, size = content_of(slot, part)
-                if pages[begin : begin + size] != bytes_at(address + part.slot_offset_bytes + begin, size):
-                    return False
-        return True
 
     def close(self) -> None:
         """Close the file. Mappings stay readable."""

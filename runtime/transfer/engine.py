@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from planner.errors import StorageError, StorageFullError, UnsupportedError
-from runtime.storage import ALIGNMENT_BYTES, Checksums, Chunk, ChunkIO, FileDiffers, Slot, Store, UnchangedChunks, align_up
+from runtime.storage import ALIGNMENT_BYTES, Checksums, Chunk, ChunkIO, Slot, Store, UnchangedChunks, align_up, compare_file
 from runtime.transfer.link import Link, OnDone, Ready, Transfer
 
 _EXIT_SECONDS = 5.0  # how long the exit of the interpreter waits for chunks that are moving, over all threads
@@ -151,9 +151,8 @@ class Engine:
             return True
         if slot.file is None:
             return False
-        if slot.file.holds(slot, chunk, address, self._memory.bytes_at):
-            return True
-        raise FileDiffers(f"block {slot.name!r} differs from its file")
+        compare_file(slot.file, slot, chunk, address, self._memory.bytes_at)
+        return True
 
     @contextmanager
     def _trial(self, size_bytes: int) -> Iterator[tuple[tuple[Link, Link], list[Slot]]]:

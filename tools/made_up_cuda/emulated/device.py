@@ -100,7 +100,7 @@ class Drive:
 
 def keep_no_bytes(write: Drive, read: Drive, storage_bytes: int) -> None:
     """Let lower tiers of this process keep nothing: copies to and from files only take the time of these drives."""
-    from runtime.storage import file_space, host
+    from runtime.storage import file_copies, file_space, host
     from runtime.transfer import Engine
 
     def copy(action: str, call: Any, slot: Any, chunk: Any, address: int, size_bytes: int) -> None:
@@ -109,7 +109,7 @@ def keep_no_bytes(write: Drive, read: Drive, storage_bytes: int) -> None:
     changes: tuple[tuple[Any, str, Any], ...] = (
         (host.HostStore, "_prefault", lambda self, processors: None),
         (host, "check_host_memory", lambda size_bytes, limits: None),
-        (file_space, "copy_all", copy),
+        (file_copies, "copy_all", copy),
         (os, "posix_fallocate", lambda file, offset, length: os.ftruncate(file, offset + length)),
         (file_space.SpillFile, "available_bytes", property(lambda self: storage_bytes)),
         (Engine, "verify", lambda self, size_bytes=0: None),
