@@ -57,9 +57,9 @@ class _Addition(NamedTuple):
 class AddedGradients:
     """Decides for every run of a graph which gradients are added in it, and which by autograd."""
 
-    def __init__(self, pager: Pager, recorder: IterationObserver) -> None:
+    def __init__(self, pager: Pager, observer: IterationObserver) -> None:
         self.pager = pager
-        self.recorder = recorder
+        self.observer = observer
         # By graph, and by the memory of `.grad`: of the last pass. The same graph has the same results for all sizes.
         self._sums: dict[Hashable, dict[TensorView, _Sum]] = defaultdict(dict)
         self._forwards: Any = WeakTensorKeyDictionary()  # graphs that used the parameter since its last backward pass
@@ -165,7 +165,7 @@ class _GraphAdditions:
 
         read = tuple(dict.fromkeys((*totals, *made)))
         try:
-            self._by.recorder.run_stage(name, add, phase="backward", read=read, written=totals, freed=made)
+            self._by.observer.run_stage(name, add, phase="backward", read=read, written=totals, freed=made)
         except BudgetError:
             return  # autograd adds them, when the graph has ended
         self._added += due

@@ -43,7 +43,7 @@ from runtime.execution import Program
 from runtime.paging import Pager
 from runtime.system import QuietCollector
 from teraio import profiling
-from teraio.following import IterationObserver, PlanFollower
+from teraio.following import IterationObserver, PlanInForce
 from teraio.machine import Machine
 from teraio.optimizer import SubgroupSizes, graph_break_reasons
 from teraio.options import Options
@@ -107,12 +107,12 @@ class RunContext:
 class Phase:
     """A phase of a run, see [Note: Phases]. Entered when it is made; `end` is called if the run closes in it.
 
-    name: what `Status` reports. managed: whether stages run managed. follower: follows the plan, if there is one.
+    name: what `Status` reports. managed: whether stages run managed. in_force: the plan that is followed, if there is one.
     """
 
     name: ClassVar[RunPhase]
     managed: ClassVar[bool] = True
-    follower: PlanFollower | None = None
+    in_force: PlanInForce | None = None
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
@@ -323,7 +323,7 @@ class PlanningPhase(Phase):
         super().__init__(run)
         self._profile = profile
         self._smaller = smaller
-        self.follower = None if smaller is None else smaller.follower
+        self.in_force = None if smaller is None else smaller.in_force
         run.background.start(profile.trace, run.background.budgets(profile))
 
     def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
@@ -373,7 +373,7 @@ class PlannedPhase(Phase):
         run.findings.plan_path = save(plan, run.options.plan_out)
         if not kept:
             self._keep(profile.trace, plan)
-        self.follower: PlanFollower = PlanFollower(
+        self.in_force: PlanInForce = PlanInForce(
             run.options, run.machine, run.observer, run.background, profile, plan, keep=self._keep
         )
         self._planned = profile.iteration.structure
@@ -392,14 +392,14 @@ class PlannedPhase(Phase):
             len(plan.moves),
             f" and {len(plan.recompute)} stages that run again" if plan.recompute else "",
             ", ".join(f"{tier}: {size:,} bytes" for tier, size in moved.items()) or "nothing moves",
-            self.follower.predicted_seconds,
+            self.in_force.predicted_seconds,
             profile.trace.ideal_seconds,
         )
 
     def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
         as_planned = iteration.structure == self._planned and not iteration.truncated
         before, self._before = self._before, iteration if as_planned else None
-        if self.follower.iteration_ended(iteration, as_planned=as_planned and not compiled):
+        if self.in_force.iteration_ended(iteration, as_planned=as_planned and not compiled):
             self._run.findings.replans += 1
             self._recent_seconds.clear()
         # Where an optimizer steps alone, more passes are to come: that does not end a plan.
@@ -408,7 +408,7 @@ class PlannedPhase(Phase):
             # Its inputs were clearly larger than those that the plan is for, so that blocks left on demand.
             if self._run.options.plan is None and iteration.made_bytes > self._largest_bytes * _CLEARLY_LARGER:
                 return self._plan_for([before, iteration])
-            if not self.follower.covers(iteration):
+            if not self.in_force.covers(iteration):
                 self._cover([before, iteration])
         if self._unplanned <= self._run.options.profile_iterations:
             return self
@@ -426,7 +426,7 @@ class PlannedPhase(Phase):
             if lengths is None:
                 self._samples.clear()  # more of them would tell no more
             else:
-                self.follower.cover(lengths)
+                self.in_force.cover(lengths)
 
     def _plan_for(self, recorded: Sequence[Iteration]) -> Phase:
         """Begin to plan for the last of these iterations, and follow the plan for smaller inputs meanwhile."""
@@ -446,7 +446,7 @@ class PlannedPhase(Phase):
             self._run.warm.keep(trace, plan)
 
     def end(self) -> None:
-        self.follower.stop()
+        self.in_force.stop()
         self._collector.end()  # the model may be another one from now on
 
 

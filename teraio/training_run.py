@@ -90,7 +90,7 @@ class RunParts:
 
 
 class TrainingRun:
-    """Everything that models compiled with the same options share: one machine, one pager with its budget, one recorder.
+    """Everything that models compiled with the same options share: one machine, one pager with its budget, one observer.
 
     shared: by all runs of the process. ranks: those of this machine that train together, None if there is one.
     operators: runs those that user code calls outside of graphs, under the budget. steps: of optimizers. needs: what its graphs
@@ -325,8 +325,8 @@ class TrainingRun:
             ended, self._ended = self._ended, ended
         if ended is not None:
             ended.iteration.read_times()
-            follower = self._phase.follower
-            predicted = follower.predicted_seconds if follower is not None else None
+            in_force = self._phase.in_force
+            predicted = in_force.predicted_seconds if in_force is not None else None
             stats = self._history.note(ended.iteration, self._phase.name, predicted, run=self.number)
             self._phase = self._phase.iteration_ended(ended.iteration, compiled=ended.compiled)
             with interruptible():
@@ -356,11 +356,11 @@ class TrainingRun:
     def status(self) -> Status:
         """Return a snapshot. Never waits. For any thread."""
         phase, found, history, reserved_bytes = self._phase, self._findings, self._history, self._machine.reserved_bytes()
-        follower = phase.follower
-        drift = follower.drift if follower is not None else None
+        in_force = phase.in_force
+        drift = in_force.drift if in_force is not None else None
         trace = found.profile.trace if found.profile is not None else None
-        if follower is not None:
-            trace = follower.trace
+        if in_force is not None:
+            trace = in_force.trace
         return Status(
             phase=phase.name,
             waiting_for=(None if history.finished else self._border.waiting_for) or phase.waiting_for,
@@ -372,7 +372,7 @@ class TrainingRun:
             moved_bytes=self._machine.moved_bytes(),
             busy_seconds=self._machine.busy_seconds(),
             exposed_seconds={} if self._machine.device.asynchronous else dict(self._pager.account.exposed_seconds),
-            predicted_iteration_seconds=follower.predicted_seconds if follower is not None else None,
+            predicted_iteration_seconds=in_force.predicted_seconds if in_force is not None else None,
             measured_iteration_seconds=phase.measured_seconds,
             ideal_iteration_seconds=trace.ideal_seconds if trace is not None else None,
             floor_bytes=found.floor[0] if found.floor is not None else None,

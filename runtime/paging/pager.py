@@ -26,7 +26,7 @@ from runtime.paging.transitions import BlockTransitions
 
 
 class Pager(Stages):
-    """All blocks of one device, under one budget. What the executor, the timeline and the optimizer's steps call.
+    """All blocks of one device, under one budget. What the executor, the observer and the optimizer's steps call.
 
     Only the training thread may call it, unless a method says otherwise. Each method takes the lock, see [Note: Locking].
 
@@ -36,7 +36,7 @@ class Pager(Stages):
 
     account, table, condition: to look at; `table` only while `condition` is held. can_move: whether there is anywhere to move
     blocks to. lending: lends slots to updates. parking: empties the device. closing: ends its work. iteration: number of the
-    iteration that runs; kept by the timeline.
+    iteration that runs; kept by the observer.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Pager(Stages):
         with self._lock:
             self._transitions.sweep()
 
-    # -- what the timeline and the optimizer know of blocks
+    # -- what the observer and the optimizer know of blocks
 
     def show_to_user(self, blocks: Sequence[Block]) -> None:
         """User code can reach these blocks from now on."""

@@ -2,7 +2,7 @@
 
 [Note: Why a block leaves]
 reason       who asks                   method                      what happens to the bytes
-a plan       the recorder, at a stage   Pager.offload               copied to the plan's tier; the block stays if all are full
+a plan       its cursor, at a stage     Pager.offload               copied to the plan's tier; the block stays if all are full
 pressure     a stage that is short      Pager.acquire, make_room    those with the furthest next use are copied
 room ahead   an optimizer step, for     Pager.evict_until_free      as under pressure, but nobody waits
              its next subgroup

@@ -1,6 +1,6 @@
 """Compares measured iterations with a plan's predictions, and makes a trace of what was measured. Pure: reads no clock.
 
-Decides nothing: `follower` asks for the drift and for the trace.
+Decides nothing: `replanning` asks for the drift and for the trace.
 
 [Note: What is compared]
 iteration: seconds of an iteration, with those of the replayed plan.

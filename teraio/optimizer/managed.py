@@ -120,7 +120,7 @@ class ManagedOptimizer:
             key = owned.number, name, ordinal
             before = self._blocks_of_states.get(key)
             if before is not None and before is not block and before.dead:  # a plan goes on with the new one
-                self._by.recorder.replace(before, block)
+                self._by.observer.replace(before, block)
             self._blocks_of_states[key] = block
             found.append(block)
         self._pager.show_to_user(found)
@@ -230,13 +230,13 @@ class ManagedOptimizers:
     def __init__(
         self,
         pager: Pager,
-        recorder: IterationObserver,
+        observer: IterationObserver,
         sizes: SubgroupSizes,
         *,
         sharded: ShardedParameters | None = None,
         on_host: bool = False,
     ) -> None:
-        self.pager, self.recorder, self.sizes, self.on_host = pager, recorder, sizes, on_host
+        self.pager, self.observer, self.sizes, self.on_host = pager, observer, sizes, on_host
         self.buckets = GradientBuckets()
         self.sharded = sharded or ShardedParameters(pager)
         self._managed: weakref.WeakKeyDictionary[Optimizer, ManagedOptimizer] = weakref.WeakKeyDictionary()

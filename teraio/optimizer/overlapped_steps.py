@@ -45,9 +45,9 @@ _REMEDY = "leave out the option overlap_step, and restart from the last checkpoi
 class OverlappedSteps:
     """Decides for every run of a graph which parameters are updated in it, and which are left for the steps."""
 
-    def __init__(self, pager: Pager, recorder: IterationObserver, optimizers: ManagedOptimizers) -> None:
+    def __init__(self, pager: Pager, observer: IterationObserver, optimizers: ManagedOptimizers) -> None:
         self.pager = pager
-        self.recorder = recorder
+        self.observer = observer
         self._optimizers = optimizers
         self._watch = Watch(pager)
         self._cuts: dict[Hashable, tuple[UpdateStage, ...]] = {}
@@ -313,7 +313,7 @@ class _GraphUpdates:
             return ()
 
         try:
-            self._by.recorder.run_stage(
+            self._by.observer.run_stage(
                 name,
                 update,
                 phase="optimizer",

@@ -62,7 +62,7 @@ class OptimizerSteps(OwnHooks):
     def __init__(
         self,
         pager: Pager,
-        recorder: IterationObserver,
+        observer: IterationObserver,
         *,
         active: Callable[[], bool],
         step_done: Callable[[Optimizer], None],
@@ -78,11 +78,11 @@ class OptimizerSteps(OwnHooks):
         self._step_done = step_done
         self._automatic = automatic
         self._optimizers = ManagedOptimizers(
-            pager, recorder, sizes or SubgroupSizes(), sharded=sharded, on_host=rates is not None
+            pager, observer, sizes or SubgroupSizes(), sharded=sharded, on_host=rates is not None
         )
-        self._subgroups = SubgroupSteps(pager, recorder, rates=rates, ensure_room=ensure_room)
-        self._whole = _WholeSteps(pager, recorder)
-        self.overlap = OverlappedSteps(pager, recorder, self._optimizers) if overlap else None
+        self._subgroups = SubgroupSteps(pager, observer, rates=rates, ensure_room=ensure_room)
+        self._whole = _WholeSteps(pager, observer)
+        self.overlap = OverlappedSteps(pager, observer, self._optimizers) if overlap else None
         self._reads_where_it_waits = not pager.device.asynchronous  # so a step can do without having its states brought in
         self.buckets_due = True
         self._broadcasts = broadcasts
@@ -222,9 +222,9 @@ class _WholeSteps:
     slower. On a GPU it is refused, since blocks on a drive have no such mapping.
     """
 
-    def __init__(self, pager: Pager, recorder: IterationObserver) -> None:
+    def __init__(self, pager: Pager, observer: IterationObserver) -> None:
         self._pager = pager
-        self._recorder = recorder
+        self._observer = observer
         self._running: _RunningStep | None = None
 
     def begin(self, managed: ManagedOptimizer, reason: str) -> None:
@@ -242,10 +242,10 @@ class _WholeSteps:
                     what = f"optimizer/{managed.facts.name}, which is updated as a whole because {reason},"
                     raise BudgetError(smallest_bytes=needed, budget_bytes=budget, stage=what)
                 return
-            self._recorder.region_begins(managed.identity, 1)
-            fetch = self._recorder.stage_reached()
+            self._observer.region_begins(managed.identity, 1)
+            fetch = self._observer.stage_reached()
             self._pager.acquire(subgroup.read, subgroup.workspace_bytes, _WHOLE, then_fetch=fetch)
-        annotation, begin = annotate("update", _WHOLE), self._recorder.mark()
+        annotation, begin = annotate("update", _WHOLE), self._observer.mark()
         self._running = _RunningStep(managed=managed, subgroup=subgroup, begin=begin, annotation=annotation)
         annotation.__enter__()
 
@@ -258,14 +258,14 @@ class _WholeSteps:
         if running is None or running.managed is not managed:
             return False
         self._running = None
-        subgroup, end = running.subgroup, self._recorder.mark()
+        subgroup, end = running.subgroup, self._observer.mark()
         running.annotation.__exit__(None, None, None)
         with self._pager.device.region():
             try:
                 made = managed.made_states(owned_parameters(managed.optimizer), subgroup.read)
             finally:
                 self._pager.retire(subgroup.read, subgroup.read, last_used=subgroup.states)
-            self._recorder.stage_ended(
+            self._observer.stage_ended(
                 StageRun(
                     name=_WHOLE,
                     phase="optimizer",
@@ -278,7 +278,7 @@ class _WholeSteps:
                     written=[block for block in subgroup.written if not block.dead],
                 )
             )
-            self._recorder.region_ended()
+            self._observer.region_ended()
             self._pager.leave_region()
         return True
 
@@ -288,7 +288,7 @@ class _WholeSteps:
         if running is not None:
             running.annotation.__exit__(None, None, None)
             self._pager.retire(running.subgroup.read, running.subgroup.read)
-            self._recorder.region_ended()
+            self._observer.region_ended()
 
 
 class _OwnerHooks(OwnHooks):

@@ -60,7 +60,7 @@ class SubgroupSteps:
     """
 
     pager: Pager
-    recorder: IterationObserver
+    observer: IterationObserver
     _: KW_ONLY
     rates: HostRates | None = None
     ensure_room: Callable[[int], None] | None = None
@@ -82,10 +82,10 @@ class SubgroupSteps:
                 if self.ensure_room is not None and made_bytes:
                     there = {block for subgroup in subgroups for block in subgroup.states}
                     self.ensure_room(sum(block.size_bytes for block in there) + made_bytes)
-                self.recorder.region_begins(managed.identity, len(subgroups))
+                self.observer.region_begins(managed.identity, len(subgroups))
                 _SubgroupStep(self, managed, step, subgroups).run()
             finally:
-                self.recorder.region_ended()
+                self.observer.region_ended()
         managed.leave_nothing()
 
 
@@ -100,8 +100,8 @@ class _SubgroupStep:
 
     def run(self) -> None:
         """Update all subgroups."""
-        recorder, host = self.by.recorder, self.by.host
-        wanted = recorder.plan.updates_on_host
+        observer, host = self.by.observer, self.by.host
+        wanted = observer.plan.updates_on_host
         begun: dict[int, HostUpdate] = {}
         with ExitStack() as failed:
             for number in wanted:
@@ -117,7 +117,7 @@ class _SubgroupStep:
             for number, update in begun.items():
                 seconds = update.seconds()
                 if seconds is not None:
-                    recorder.recorder.updated_on_host(number, seconds)
+                    observer.recorder.updated_on_host(number, seconds)
                 else:
                     self._update_later(number, update.members)
             failed.pop_all()
@@ -133,13 +133,13 @@ class _SubgroupStep:
 
     def _run_stage(self, number: int, on_device: ParameterSubgroup) -> None:
         """Run one stage of the step. on_device: the parameters of the subgroup that are not updated on the host."""
-        recorder, subgroup, name = self.by.recorder, self.subgroups[number], _stage_name(number)
+        observer, subgroup, name = self.by.observer, self.subgroups[number], _stage_name(number)
         with self._slices(on_device, name) as slices:
-            fetch = recorder.stage_reached()
-            unplanned = number + 1 < len(self.subgroups) and not recorder.plan.in_step
+            fetch = observer.stage_reached()
+            unplanned = number + 1 < len(self.subgroups) and not observer.plan.in_step
             following = self.subgroups[number + 1].read if unplanned else ()
             begin, end, made = self._update(on_device, name, slices, following=following, fetch=fetch)
-            recorder.stage_ended(
+            observer.stage_ended(
                 StageRun(
                     name=name,
                     phase="optimizer",
@@ -160,7 +160,7 @@ class _SubgroupStep:
         missed = self._without(subgroup, frozenset(subgroup.numbers) - members)
         with self._slices(missed, name) as slices:
             begin, end, _ = self._update(missed, name, slices)
-        self.by.recorder.recorder.updated_later(number, begin, end)
+        self.by.observer.recorder.updated_later(number, begin, end)
 
     @contextmanager
     def _slices(self, subgroup: ParameterSubgroup, stage: str) -> Iterator[SlicedUpdate | None]:
@@ -213,14 +213,14 @@ class _SubgroupStep:
         try:
             try:
                 pager.evict_until_free(sum(block.size_bytes for block in missing), keep=following)
-                begin = self.by.recorder.mark()
+                begin = self.by.observer.mark()
                 gradients = GradientVersions(self.managed.optimizer, parameters)
                 with annotate("update", name):
                     if slices is not None:
                         slices.run()
                     else:
                         run_step(self.step.facts, parameters)
-                end = self.by.recorder.mark()
+                end = self.by.observer.mark()
             finally:
                 # Before the pager takes back what was reserved for new states.
                 if subgroup.fresh_bytes:

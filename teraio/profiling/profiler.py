@@ -7,7 +7,7 @@ The time of user code is the median of all, since user code does not do the same
 
 A fastest measurement that no other one confirms may itself be disturbed. If too much of the time is in such stages, more
 iterations are profiled. A disturbance that lasts through all of them shows only later, see [Note: Planning again] in
-`teraio.following.follower`.
+`teraio.following.replanning`.
 
 From profiles at several lengths of inputs follows how sizes and times depend on the length. Where the number of inputs varies, as
 in the last batch of a data set, it counts as well: see `planner.schema.terms`. Sizes are sums of at most three of these terms,

@@ -8,7 +8,7 @@ of inference regions is no obstacle to a plan: the whole row is left out, counts
 
 [Note: Sampled times]
 On an asynchronous device the time of a stage costs two timed events, which the host makes, queues and reads. So while a plan is
-followed, stages are timed in every eighth iteration only, and in those for which the follower of the plan asks. The iteration as
+followed, stages are timed in every eighth iteration only, and in those for which the plan in force asks. The iteration as
 a whole is always timed, by marks between regions.
 """
 

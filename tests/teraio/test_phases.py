@@ -289,7 +289,7 @@ def test_a_plan_is_followed_from_the_end_of_the_iteration_on(
     rig = Rig(monkeypatch, plan_out=tmp_path / "plan.json")
     rig.jobs.answers = [rig.a_plan()]
     planning = rig.run(3)
-    assert planning.name == "planning" and planning.managed and planning.follower is None
+    assert planning.name == "planning" and planning.managed and planning.in_force is None
     assert rig.context.findings.floor == (BLOCK_BYTES, "forward/0")
     rig.jobs.started[0].done = False
     assert rig.run(2) is planning and planning.graphs_changed() is planning
@@ -297,7 +297,7 @@ def test_a_plan_is_followed_from_the_end_of_the_iteration_on(
     with caplog.at_level(logging.INFO, logger="teraio"):
         planned = rig.run()
     assert isinstance(planned, PlannedPhase) and planned.name == "planned" and planned.managed
-    assert planned.follower.predicted_seconds == pytest.approx(8.0) and planned.measured_seconds is None
+    assert planned.in_force.predicted_seconds == pytest.approx(8.0) and planned.measured_seconds is None
     assert rig.training.observer.plan.schedule is not None
     assert rig.context.findings.plan_path == tmp_path / "plan.json" and rig.context.findings.plan_path.exists()
     assert messages(caplog) == [
@@ -335,7 +335,7 @@ def test_a_given_plan_needs_no_solver_and_one_for_something_else_is_refused(monk
     rig = Rig(monkeypatch, given=made.model_copy(update={"trace_fingerprint": "of another run"}), plan=__file__)
     planned = rig.run(3)
     assert isinstance(planned, PlannedPhase) and rig.jobs.asked == []
-    assert planned.follower.trace is rig.context.findings.profile.trace  # type: ignore[union-attr]
+    assert planned.in_force.trace is rig.context.findings.profile.trace  # type: ignore[union-attr]
 
     rig = Rig(monkeypatch, given=made.model_copy(update={"moves": made.moves[:1] * 2}), plan=__file__)
     with pytest.raises(PlanError, match=f"{__file__}: this plan was made for another program, shape or budget: "):
@@ -354,5 +354,5 @@ def test_iterations_that_run_other_graphs_end_the_plan(monkeypatch: pytest.Monke
     assert rig.run(4, updated=True) is planned, "more passes are to come"
     with caplog.at_level(logging.INFO, logger="teraio"):
         assert isinstance(rig.run(evaluated=True), ProfilePhase)
-    assert rig.training.observer.plan.schedule is None and rig.phase.follower is None
+    assert rig.training.observer.plan.schedule is None and rig.phase.in_force is None
     assert messages(caplog) == ["the last 3 iterations were not those that were planned: profiling again"]

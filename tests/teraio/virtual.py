@@ -66,7 +66,7 @@ class TimedMover(MemoryMover):
     def perf_counter(self) -> float:
         return self.now
 
-    # -- what a follower asks of the machine
+    # -- what a plan in force asks of the machine
 
     def moved_bytes(self) -> dict[str, int]:
         return dict(self.moved)

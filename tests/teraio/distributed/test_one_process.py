@@ -200,8 +200,8 @@ class Ours:
 
 
 def calls_for(pager: Pager) -> tuple[LibraryCalls, IterationObserver]:
-    recorder = IterationObserver(pager)
-    return LibraryCalls(pager, recorder, active=lambda: True, explained=explained), recorder
+    observer = IterationObserver(pager)
+    return LibraryCalls(pager, observer, active=lambda: True, explained=explained), observer
 
 
 def explained(error: BudgetError) -> BudgetError:
@@ -222,7 +222,7 @@ def test_a_method_is_replaced_until_close() -> None:
 def test_a_call_that_fails_holds_nothing(budget_bytes: int | None) -> None:
     """It does not fit, and nothing can leave; or it fails by itself."""
     pager = Pager(mover=None, budget_bytes=budget_bytes)
-    calls, recorder = calls_for(pager)
+    calls, observer = calls_for(pager)
     held = torch.ones(4)
     read = pager.block_of(held, name="read", kind="parameter", user_visible=True)
 
@@ -231,4 +231,4 @@ def test_a_call_that_fails_holds_nothing(budget_bytes: int | None) -> None:
 
     with pytest.raises(RuntimeError if budget_bytes is None else StorageError), calls.region("a call", 1):
         calls.observer.run_stage("forward/gather", fail, phase="forward", read=[read], collective=True)
-    assert not read.pins and not recorder.iteration_ends().complete
+    assert not read.pins and not observer.iteration_ends().complete

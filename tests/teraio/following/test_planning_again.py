@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from planner import Plan, SolverError
 from runtime import device as device_module
-from teraio.following import PlanFollower
+from teraio.following import PlanInForce
 from teraio.options import parse_options
 from teraio.planning import BackgroundPlanner
 from teraio.ranks import RankGroup, RankPlace
@@ -49,19 +49,19 @@ class Rank:
         profile = self.training.profile()
         self.background = BackgroundPlanner(given, machine, self.training.pager, start_job=self.jobs, ranks=ranks)
         plan = plan_for(profile.trace, (2, 2), (3, 3))
-        self.follower = PlanFollower(given, machine, self.training.observer, self.background, profile, plan)
+        self.in_force = PlanInForce(given, machine, self.training.observer, self.background, profile, plan)
         self.followed: list[int] = []
 
     def run(self) -> None:
         clock = SimpleNamespace(perf_counter=self.training.mover.perf_counter)
         self._monkeypatch.setattr(device_module, "time", clock)
         iteration = self.training.iteration()
-        if self.follower.iteration_ended(iteration, as_planned=True):
+        if self.in_force.iteration_ended(iteration, as_planned=True):
             self.followed.append(iteration.number)
 
     @property
     def moves(self) -> tuple[Any, ...]:
-        return self.follower.plan.moves
+        return self.in_force.plan.moves
 
 
 def run(ranks: Sequence[Rank], times: int) -> None:
@@ -115,12 +115,12 @@ def test_a_plan_that_takes_long_is_waited_for_by_all(pair: list[Rank]) -> None:
 
 
 def test_the_old_plan_stays_everywhere_if_the_new_one_is_not_better(pair: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
-    slowest(pair[1], pair[1].follower.plan)
+    slowest(pair[1], pair[1].in_force.plan)
     with caplog.at_level(logging.INFO, logger="teraio"):
         run(pair, 18)
     assert [rank.followed for rank in pair] == [[], []]
     assert pair[0].moves == pair[1].moves != ()
-    assert [rank.follower._wait for rank in pair] == [20, 20]
+    assert [rank.in_force._wait for rank in pair] == [20, 20]
     told = [record.message for record in caplog.records if "the old one, which is followed" in record.message]
     assert len(told) == 2 and any("as another rank of this machine plans again" in text for text in told)
 
@@ -136,9 +136,9 @@ def test_a_plan_that_cannot_be_made_leaves_the_old_one_everywhere(pair: list[Ran
 
 def test_a_rank_that_runs_other_iterations_is_left_alone(pair: list[Rank]) -> None:
     one, two = pair
-    plan = two.follower.plan
+    plan = two.in_force.plan
     changed = plan.budgets.model_copy(update={"device_bytes": plan.budgets.device_bytes * 2})
-    two.follower._now = replace(two.follower._now, plan=plan.model_copy(update={"budgets": changed}))
+    two.in_force._now = replace(two.in_force._now, plan=plan.model_copy(update={"budgets": changed}))
     two.jobs.answers = [None]
     run(pair, 20)
     assert not one.jobs.asked and not one.followed and len(two.followed) == 1

@@ -40,17 +40,17 @@ class ManagedTraining:
     ) -> None:
         self.pager = pager
         self.parameters = parameters
-        self.recorder = IterationObserver(pager)
+        self.observer = IterationObserver(pager)
         self.active = True
         self.iterations: list[Iteration] = []
         self._finished: list[weakref.ref[Optimizer]] = []
-        self.steps = OptimizerSteps(pager, self.recorder, active=lambda: self.active, step_done=self._step_done, **settings)
+        self.steps = OptimizerSteps(pager, self.observer, active=lambda: self.active, step_done=self._step_done, **settings)
         for number, parameter in enumerate(parameters):
             pager.block_of(parameter, name=name(number), kind="parameter", user_visible=True)
 
     def _step_done(self, optimizer: Optimizer) -> None:
         self._finished.append(weakref.ref(optimizer))
-        self.iterations.append(self.recorder.iteration_ends())
+        self.iterations.append(self.observer.iteration_ends())
 
     @property
     def finished(self) -> list[Optimizer | None]:

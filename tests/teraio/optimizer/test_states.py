@@ -121,8 +121,8 @@ def test_loaded_states_take_the_place_of_the_old_ones(started: Start) -> None:
     optimizer = torch.optim.AdamW(training.parameters)
     training.train(optimizer, 4)
     before = training.states()
-    training.recorder.plan.follow(None, {})
-    training.recorder.plan._by_id = {number: block for number, block in enumerate(before.values())}
+    training.observer.plan.follow(None, {})
+    training.observer.plan._by_id = {number: block for number, block in enumerate(before.values())}
     for number, block in enumerate(before.values()):
         block.trace_id = number
     content = optimizer.state_dict()
@@ -133,7 +133,7 @@ def test_loaded_states_take_the_place_of_the_old_ones(started: Start) -> None:
     del content
     after = training.states()
     assert after.keys() == before.keys() and not set(after.values()) & set(before.values())
-    assert [training.recorder.plan._by_id[n] for n in range(len(after))] == [after[name] for name in before]
+    assert [training.observer.plan._by_id[n] for n in range(len(after))] == [after[name] for name in before]
     assert [after[name].uses for name in before] == [block.uses for block in before.values()]
     training.train(optimizer, 2, first=4)
     assert same(everything(optimizer), plain(6))

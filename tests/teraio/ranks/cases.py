@@ -105,9 +105,9 @@ def trained(options: list[dict[str, Any]], steps: int = 14, pause: tuple[float, 
         "links": [link.model_dump(mode="json") for link in machine.hardware().links],
         "devices": run._pager.account.budget_bytes,
     }
-    follower = run._phase.follower
-    if follower is not None:
-        found["moves"] = [move.model_dump(mode="json") for move in follower.plan.moves]
+    in_force = run._phase.in_force
+    if in_force is not None:
+        found["moves"] = [move.model_dump(mode="json") for move in in_force.plan.moves]
     told: list[tuple[teraio.Status, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(told, teraio.status())
     found["phases"] = [[each.phase for each in of_rank] for of_rank in told]

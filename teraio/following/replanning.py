@@ -1,7 +1,7 @@
 """A plan in force: compares measured iterations with the plan's promises, corrects its starts, replaces it by a better plan.
 
-`drift` measures how far off the promises are, `schedule` computes earlier starts, `background` makes the new plans. This file
-decides when each of them acts.
+`cursor` follows it, `drift` measures how far off the promises are, `schedule` computes earlier starts, `background` makes the
+new plans. This file decides when each of them acts.
 
 [Note: Planning again]
 When the latest iterations drift from what the plan predicts (see `teraio.following.drift`), a trace with the measured times is
@@ -55,7 +55,7 @@ _WORTHWHILE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _InForce:
+class _Followed:
     """A plan that is followed, and what follows from it. The profile's trace has the times that were measured last."""
 
     profile: Profile
@@ -66,7 +66,7 @@ class _InForce:
     thinned: ThinnedPlans
 
     @classmethod
-    def of(cls, profile: Profile, plan: planner.Plan, replayed: planner.Timeline) -> _InForce:
+    def of(cls, profile: Profile, plan: planner.Plan, replayed: planner.Timeline) -> _Followed:
         schedule = StageSchedule.of(profile, plan)
         return cls(
             profile=profile,
@@ -78,8 +78,8 @@ class _InForce:
         )
 
 
-class PlanFollower:
-    """Follows a plan for `profile` from the next region on, and its successors, see [Note: Planning again].
+class PlanInForce:
+    """A plan for `profile`, followed from the next region on, and then its successors, see [Note: Planning again].
 
     keep: takes each successor, with the trace that it is for.
     All calls are for the training thread. They wait for the replay of four plans at most; `stop` also waits for a solver to end.
@@ -112,7 +112,7 @@ class PlanFollower:
         self._since = 0
         self._look_early = True
         self._why = ""
-        self._enforce(_InForce.of(profile, plan, planner.simulate(profile.trace, plan)))
+        self._enforce(_Followed.of(profile, plan, planner.simulate(profile.trace, plan)))
         self._cursor.follow(self._now.schedule, {number: b for b, number in profile.ids.items() if not b.dead})
 
     def stop(self) -> None:
@@ -121,7 +121,7 @@ class PlanFollower:
         self._recorder.sampled = False
         self._cursor.follow(None, {})
 
-    def _enforce(self, now: _InForce) -> None:
+    def _enforce(self, now: _Followed) -> None:
         self._now = now
         self._cursor.thinned = now.thinned
         self._observations.clear()
@@ -298,7 +298,7 @@ class PlanFollower:
         except TeraioError as error:
             logger.warning("no new plan could be made, the old one stays in force: %s", error)
             return False
-        after = _InForce.of(replace(now.profile, trace=trace), plan, promised)
+        after = _Followed.of(replace(now.profile, trace=trace), plan, promised)
         another = _decisions(plan) != _decisions(now.plan)
         if self._why:
             self._tell(promised, _replay(trace, self._old_plan_for(trace)), another=another)

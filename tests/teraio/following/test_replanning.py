@@ -14,7 +14,7 @@ from planner import Plan, SolverError, Trace
 from planner.schema import Lengths, Polynomial
 from runtime.device import CpuDevice, WallMark
 from runtime.execution import SizedGraph
-from teraio.following import PlanFollower
+from teraio.following import PlanInForce
 from teraio.options import Options, parse_options
 from teraio.planning import BackgroundPlanner
 
@@ -28,7 +28,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> VirtualTraining:
 
 
 class Following:
-    """A virtual training under a plan made by hand, and its follower. replans: how often another plan has taken over."""
+    """A virtual training under a plan made by hand, in force. replans: how often another plan has taken over."""
 
     def __init__(
         self, training: VirtualTraining, *fetched: tuple[int, int], lengths: Lengths | None = None, **options: Any
@@ -41,7 +41,7 @@ class Following:
         given: Options = parse_options(options)
         machine: Any = training.mover
         self.background = BackgroundPlanner(given, machine, training.pager, start_job=self.jobs)
-        self.follower = PlanFollower(given, machine, training.observer, self.background, self.profile, self.plan)
+        self.in_force = PlanInForce(given, machine, training.observer, self.background, self.profile, self.plan)
         self.replans = 0
         self.waited: list[float] = []
 
@@ -50,7 +50,7 @@ class Following:
             iteration = self.training.iteration()
             iteration.read_times()
             self.waited.append(round(iteration.waited_seconds, 6))
-            self.replans += self.follower.iteration_ended(iteration, as_planned=True)
+            self.replans += self.in_force.iteration_ended(iteration, as_planned=True)
 
     def run_at(self, *seconds: float) -> None:
         """Run an iteration for each: so long is each of its stages."""
@@ -65,11 +65,11 @@ class Following:
 
     @property
     def predicted(self) -> float:
-        return self.follower.predicted_seconds
+        return self.in_force.predicted_seconds
 
     @property
     def drift(self) -> Any:
-        return self.follower.drift
+        return self.in_force.drift
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -166,10 +166,10 @@ def test_what_shorter_inputs_follow_is_found_out_without_another_plan(
     running.run(2)
     running.jobs.answers = [None]
     with caplog.at_level(logging.INFO, logger="teraio"):
-        running.follower.cover(Lengths(lowest=(1,), highest=(10,)))
+        running.in_force.cover(Lengths(lowest=(1,), highest=(10,)))
         running.run(9)
-    assert running.replans == 0 and running.follower.plan.moves == running.plan.moves
-    assert running.follower.trace.lengths is not None and Plan.load(tmp_path / "plan.json").shorter
+    assert running.replans == 0 and running.in_force.plan.moves == running.plan.moves
+    assert running.in_force.trace.lengths is not None and Plan.load(tmp_path / "plan.json").shorter
     assert said(caplog) == ["inputs were shorter than those that were profiled: what need not move for them is found out"]
 
 
@@ -187,10 +187,10 @@ def test_a_plan_that_is_no_better_is_not_taken(training: VirtualTraining, tmp_pa
 def test_a_solver_that_fails_changes_nothing(training: VirtualTraining, caplog: pytest.LogCaptureFixture) -> None:
     running = Following(training, (6, 6))
     running.jobs.answers = [SolverError("out of luck")] * 4
-    before = running.follower.trace
+    before = running.in_force.trace
     with caplog.at_level(logging.WARNING, logger="teraio"):
         running.run_at(*[2.0] * 80)
-    assert running.replans == 0 and running.follower.trace is before and running.asked_for(6) == [6]
+    assert running.replans == 0 and running.in_force.trace is before and running.asked_for(6) == [6]
     assert said(caplog)[0] == "no new plan could be made, the old one stays in force: out of luck"
     assert len(running.jobs.asked) == 4, "at once, and after 10, 20 and 40 iterations more"
 
@@ -204,7 +204,7 @@ def test_stopping_ends_the_solver(training: VirtualTraining) -> None:
     job.done = False
     running.run(3)
     assert not running.background.wait(0.0) and running.replans == 0
-    running.follower.stop()
+    running.in_force.stop()
     assert job.cancelled and running.background.wait(0.0) and not running.background.busy
     assert training.observer.plan.schedule is None
     training.iteration()
@@ -298,12 +298,12 @@ def test_iterations_that_ran_or_began_otherwise_are_not_compared(training: Virtu
     running = Following(training, (6, 6))
     training.stage_seconds = [9.0] * STAGES
     for _ in range(30):
-        running.follower.iteration_ended(training.iteration(), as_planned=False)
+        running.in_force.iteration_ended(training.iteration(), as_planned=False)
     running.run()
     assert running.drift is None and running.jobs.asked == []
     running.run_at(1.0)
     assert running.drift.iteration == pytest.approx(0.0)
-    running.follower.iteration_ended(training.iteration(), as_planned=False)
+    running.in_force.iteration_ended(training.iteration(), as_planned=False)
     running.run_at(9.0)
     assert running.drift.iteration == pytest.approx(0.0)
     running.run()
@@ -317,7 +317,7 @@ def test_iterations_that_are_looked_at_later(training: VirtualTraining) -> None:
     training.stage_seconds = [1.0] * STAGES
     running = Following(training, (6, 6))
     before.number = training.observer.recorder.iteration_number - 1
-    running.follower.iteration_ended(before, as_planned=True)
+    running.in_force.iteration_ended(before, as_planned=True)
     running.run()
     assert running.drift is None
     running.run()
@@ -367,7 +367,7 @@ def test_stages_are_timed_in_few_iterations(training: VirtualTraining, marks: Ma
     assert set(first[:11]) == {ALL}, "one that is not compared, nine that are, and one that had begun by then"
     assert set(first[11:]) == {ALL, FEW} and first[11:].count(ALL) == 4
     assert running.jobs.asked == [] and not running.drift.found
-    running.follower.stop()
+    running.in_force.stop()
     training.iteration()
     before = marks.count
     training.iteration()
