@@ -8,7 +8,7 @@ Symbols: instants k; spans from k to k + 1 with τ_k seconds of stages and a sta
 * d_{p,t} ∈ [0, 1]: the block is dropped, since a copy from an earlier window is still valid.
 * g_{p,t} ∈ [0, 1]: the block goes out and in again between adjacent uses, for the copy that stays behind.
 * R_{c,k} ∈ [0, 1]: how much of the recompute groups of class c runs again in span k; d_c: the seconds of all of them.
-* h_g, U, O and I of updates on the host: see `planner.lp.host_updates`.
+* h_g, U, O and I of updates on the host: see `planner.lp.host_update_rows`.
 * a_{p,t,k} ∈ {0, 1}, only with whole blocks: the block is absent at k. Then d, g and the final O that later windows use are
   whole.
 """

@@ -6,7 +6,7 @@ Symbols: segments k with duration τ_k; classes c of blocks with periods p = (a,
 * O_{p,t,k}, I_{p,t,k} ∈ [0, 1]: the shares copied out and in by the end of segment k; both ascend.
 * δ_k ≥ 0: the stall before segment k. e_k ≥ 0: bytes that leave during that stall. v_k ≥ 0: bytes that the coarse model cannot
   place in segment k. They cost as much as moves on demand, and the exact stage places them.
-* h_g ∈ {0, 1}: whether an optimizer subgroup updates on the host; see `planner.lp.host_updates`.
+* h_g ∈ {0, 1}: whether an optimizer subgroup updates on the host; see `planner.lp.host_update_rows`.
 * r_c ∈ [0, 1]: the share of the recompute groups of class c that run again; see `planner.ilp.model`.
 
 The memory of a segment is that of its peak stage: a block is absent there if its period contains that stage. What has left by

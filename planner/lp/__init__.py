@@ -1,6 +1,6 @@
 """What the integer program and the lower bound share: programs, spans of time, updates on the host, the solver."""
 
-from planner.lp.host_updates import (
+from planner.lp.host_update_rows import (
     PROCESSOR,
     HostUpdateVariables,
     HostUpdateWindows,

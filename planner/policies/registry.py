@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from planner.errors import BudgetError, InfeasiblePlanError, OptionsError, PlanError
 from planner.ilp import MAX_INTEGER_STAGES
+from planner.policies.keep_offload_recompute import best_recomputation, checkpointed
 from planner.policies.optimise import Task, exact_with_starts, optimise
 from planner.policies.predictions import cost_of, with_bound, with_lower_bound, with_predictions
 from planner.policies.published import fixed_updates, g10_decisions, teraio_decisions, zero_infinity_decisions
-from planner.policies.rerun_search import best_recomputation, checkpointed
 from planner.problem import (
     DEFAULT_GAP,
     DEFAULT_THREADS,

@@ -1,4 +1,6 @@
-"""Optimizer subgroups that update on the host, and the iteration that is left for the device then.
+"""What it means that optimizer subgroups update on the host, and the iteration that is left for the device then.
+
+Which ones do is decided in `planner.ilp.coarse`, and tried again in `planner.policies.optimise`.
 
 [Note: updates on the host] For a subgroup that updates on the host, with its update in stage s of the trace:
 

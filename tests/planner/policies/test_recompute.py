@@ -33,7 +33,7 @@ def test_over_a_slow_link_a_layer_runs_again_and_over_a_fast_one_it_moves() -> N
 
 def test_long_iterations_do_not_rely_on_the_coarse_program_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second layer runs again from what the one before it made: 17 s. Over the link, each copy takes 10 s."""
-    monkeypatch.setattr("planner.policies.rerun_search.rerun_shares", lambda *given, **more: {})
+    monkeypatch.setattr("planner.policies.keep_offload_recompute.rerun_shares", lambda *given, **more: {})
     made = renamed(layers(33, rate=1.0), [f"{'odd' if number % 2 else 'even'}.{number}" for number in range(33)])
     seconds, groups = again(made, 200, "ilp")
     assert (seconds, len(groups)) == (pytest.approx(66 + 17), 17)

@@ -1,7 +1,7 @@
-"""Optimizer subgroups that may update on the host: when their copies may happen, and their variables and rows.
+"""Variables and rows for optimizer subgroups that may update on the host, and when their copies may happen.
 
-The coarse program and the lower bound share them. Symbols: g subgroups that can update on the host; k spans of time (segments, or
-the time between two instants).
+The coarse program, by which `planner.ilp.coarse` decides, and the lower bound share them. Symbols: g subgroups that can update on
+the host; k spans of time (segments, or the time between two instants).
 
 * h_g ∈ {0, 1}: g updates on the host. U_{g,k}: the share of its update that is done by the end of span k; ascends to h_g.
 * O_{g,k}: the share of its gradients that is copied out; I_{g,k}: the share of its parameters that is copied in. Both ascend to
