@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -58,6 +59,7 @@ class StreamMover:
         self._copies = HostCopies(streams, host_address)
         self.moved_bytes, self.busy_seconds = self._copies.moved_bytes, self._copies.busy_seconds
         self._computed = LastPoint(streams, shares=not poison)  # poison is written in the lane of computation
+        self.together: AbstractContextManager[object] = self._computed
 
     def span(self, storage: torch.UntypedStorage, *, adopt: bool = False) -> Span | None:
         """Return the whole storage; nothing has to be moved for it: all of the device's own memory can be given back."""
@@ -99,9 +101,6 @@ class StreamMover:
         block.tier = "storage"
         storage_swap.discard(storage, _not_here(block))
         return block, storage
-
-    def together(self) -> LastPoint:
-        return self._computed
 
     # -- out
 
@@ -287,12 +286,6 @@ class StreamMover:
             self._of_forgotten.append(leaving)  # the copy out still reads its memory (rule 5)
         self.tiers.forget(block)
 
-    def leave_behind(self, block: Block) -> None:
-        storage = storage_of(block)
-        if not storage_swap.address(storage):
-            storage_swap.close(storage, _left_on_drive(block))
-        self.tiers.leave_behind(block)
-
     def close(self) -> None:
         """Wait until the device has ended all copies. The memory of the host tier may be freed next."""
         for lane in Lane:
@@ -321,14 +314,6 @@ def _not_here(block: Block) -> str:
     return (
         f"{block.name} ({block.kind}, {block.size_bytes:,} bytes) is not in memory: teraio has moved it to {block.tier}. "
         "Use it inside `with teraio.on_device([tensor]):`, raise memory_budget, or give a host_budget that holds it"
-    )
-
-
-def _left_on_drive(block: Block) -> str:
-    return (
-        f"{block.name} ({block.kind}, {block.size_bytes:,} bytes) is not in memory: when teraio's run ended, neither the device "
-        f"nor the host tier had room, and it stayed in {block.tier}. Compile the model again to train on, or give a host_budget "
-        "that holds it"
     )
 
 

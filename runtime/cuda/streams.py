@@ -1,4 +1,7 @@
-"""The lanes, the clock and the memory of an NVIDIA GPU, also in pieces."""
+"""The lanes, the clock and the memory of an NVIDIA GPU, also in pieces.
+
+The order of copies is in `runtime/cuda/mover.py`, the rules for it in `runtime/device.py`, [Note: What orders what].
+"""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class Stages(PagerPart):
 
     def _fetch(self, blocks: Sequence[Block]) -> None:
         if blocks:
-            with self._mover.together():
+            with self._mover.together:
                 self._prefetches.ask_for(blocks)
 
     def _wait_for(self, away: Sequence[Block], coming: list[Block]) -> None:
@@ -414,7 +414,7 @@ class Parking(PagerPart):
     def wake(self) -> None:
         """A region begins: what has left comes back as far as there is room, what is used soonest first. Never waits."""
         if self._due:
-            with self._lock, self._mover.together():
+            with self._lock, self._mover.together:
                 due, self._due = self._due, {}
                 self._prefetches.ask_for(by_next_use(due, self._account.clock))
 
@@ -461,7 +461,7 @@ class Closing(PagerPart):
                 self._wait_until_still([])
             away = [block for block in self._table if block.state is OFFLOADED]
             for block in away:
-                self._mover.leave_behind(block)
+                self._tiers.leave_behind(block)
                 self._transitions.forget(block)
             return sum(block.size_bytes for block in away)
 

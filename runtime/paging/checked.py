@@ -19,7 +19,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from xxhash import xxh3_64_intdigest
@@ -53,7 +52,7 @@ class CheckedMover:
     """
 
     def __init__(self, mover: Mover, read: Callable[[int, int, bool], memoryview], *, debug: bool = True) -> None:
-        self.tiers = mover.tiers
+        self.tiers, self.together = mover.tiers, mover.together
         self._mover = mover
         self._read = read
         self._debug = debug
@@ -76,9 +75,6 @@ class CheckedMover:
                 slot.extents[0].path,
             )
         return self._mover.begin_in_file(slot, kind)
-
-    def together(self) -> AbstractContextManager[object]:
-        return self._mover.together()
 
     def finished(self, blocks: Iterable[Block]) -> list[Block]:
         return self._mover.finished(blocks)
@@ -135,9 +131,6 @@ class CheckedMover:
             if self.tiers.mapped or block.tier == "host":
                 self.distrust(block)
         self._mover.invalidate(changed)
-
-    def leave_behind(self, block: Block) -> None:
-        self._mover.leave_behind(block)
 
     def forget(self, block: Block) -> None:
         self._sums.pop(block, None)

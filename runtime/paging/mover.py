@@ -16,6 +16,7 @@ from planner.schema import WaitingTier
 from runtime.device import Span
 from runtime.paging.block import Block, StorageOwnership
 from runtime.storage import FileSpace, RangeCopy, Slot, Store, cut_slot, map_slot, reader_of, slot_range
+from runtime.system import storage_swap
 from runtime.transfer import Engine, Ready, Transfer
 
 _WRITTEN_BYTES = 8 << 20  # a block that leaves its file is written in pieces of this size
@@ -36,6 +37,7 @@ class Mover(Protocol):
     where there is no lower tier, or threads make all copies.
 
     tiers: those below the device: slots, and the threads that copy.
+    together: a context for copies that the training thread lets begin together: the device computes nothing new meanwhile.
 
     [Note: Two kinds of time]
     A copy that threads make has ended when its `Done` is called. A copy that the device makes by itself, in the order of its
@@ -45,6 +47,7 @@ class Mover(Protocol):
     """
 
     tiers: Tiers
+    together: AbstractContextManager[object] = nullcontext()
 
     def span(self, storage: torch.UntypedStorage, *, adopt: bool = False) -> Span | None:
         """Return the part of `storage` that can leave the device; None if the storage has to stay.
@@ -64,10 +67,6 @@ class Mover(Protocol):
         storage, which takes no memory. The caller gives the block its slot. Raises UnsupportedError, StorageError.
         """
         raise nowhere()
-
-    def together(self) -> AbstractContextManager[object]:
-        """Return a context for copies that the training thread lets begin together: the device computes nothing new meanwhile."""
-        return nullcontext()
 
     def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
         """Begin to copy a block to a slot in `tier`; in the first tier with room if `tier` is full or None.
@@ -123,10 +122,6 @@ class Mover(Protocol):
         host's processor. Drop what is cached or known of their content. Raises ChecksumError after the last one."""
         return
 
-    def leave_behind(self, block: Block) -> None:
-        """The run ends, and the block is away: its slot stands in for it until its storage dies or another run takes it over."""
-        self.tiers.leave_behind(block)
-
     def forget(self, block: Block) -> None:
         """The block is gone: free its slot."""
         self.tiers.forget(block)
@@ -137,6 +132,14 @@ def dropped_message(block: Block) -> str:
     return (
         f"{block.name} ({block.kind}, {block.size_bytes:,} bytes) is not in memory: teraio has dropped it, to make it anew when "
         "the backward pass needs it. If your code reads it before, set the option recompute='off'"
+    )
+
+
+def _left_away(block: Block) -> str:
+    return (
+        f"{block.name} ({block.kind}, {block.size_bytes:,} bytes) is not in memory: when teraio's run ended, neither the device "
+        f"nor the host tier had room, and it stayed in {block.tier}. Compile the model again to train on, or give a host_budget "
+        "that holds it"
     )
 
 
@@ -325,9 +328,11 @@ class Tiers:
         return map_slot(self.of(block).store, slot_of(block), _lead_bytes(block), block.size_bytes)
 
     def leave_behind(self, block: Block) -> None:
-        """Leave the slot of a block that is away to its storage, see `StorageOwnership.leave_behind`."""
-        store, slot = self.of(block).store, slot_of(block)
-        self.ownership.leave_behind(storage_of(block), store, slot, _lead_bytes(block))
+        """The run ends, and the block is away: leave its slot to its storage, see `StorageOwnership.leave_behind`."""
+        store, slot, storage = self.of(block).store, slot_of(block), storage_of(block)
+        if not storage_swap.address(storage):  # nothing stands in for it
+            storage_swap.close(storage, _left_away(block))
+        self.ownership.leave_behind(storage, store, slot, _lead_bytes(block))
         block.slot = block.tier = None
 
     def forget(self, block: Block) -> None:

@@ -28,7 +28,8 @@ from runtime.paging.transitions import BlockTransitions
 class Pager(Stages):
     """All blocks of one device, under one budget. What the executor, the observer and the optimizer's steps call.
 
-    Only the training thread may call it, unless a method says otherwise. Each method takes the lock, see [Note: Locking].
+    Only the training thread may call it, unless a method says otherwise. Each method takes the lock, see [Note: Locking]. What
+    goes on around a stage, such as `region`, `acquire` and `retire`, comes from `Stages` in `around.py`.
 
     mover: copies blocks; None if there is nowhere to move them to. device: where the stages run.
     budget_bytes: hard limit, see `MemoryAccount`; None for no limit.
@@ -247,7 +248,7 @@ class Pager(Stages):
 
     def offload_all(self, leaving: Sequence[tuple[Block, WaitingTier | None]]) -> None:
         """Do what `offload` does for blocks and their tiers, in this order."""
-        with self._lock, self._mover.together():
+        with self._lock, self._mover.together:
             for block, tier in leaving:
                 if block.state is ON_DEVICE and not block.pins and block.span is not None:
                     try:

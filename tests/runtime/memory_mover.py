@@ -73,6 +73,7 @@ class MemoryMover:
 
     def __init__(self) -> None:
         self.tiers = MemoryTiers(self)
+        self.together: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         self.flying: list[Copy] = []
         self.slots: dict[Block, bytes] = {}
         self.away: set[Block] = set()
@@ -90,9 +91,6 @@ class MemoryMover:
 
     def replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
         return [b for b in blocks if (s := b.storage()) is not None and (s.data_ptr(), s.nbytes()) != (b.address, b.size_bytes)]
-
-    def together(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> None:
         block.tier = tier or "host"
