@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from planner.errors import StorageError, StorageFullError, StorageIOError
-from runtime.storage.slots import ALIGNMENT_BYTES, Extent, Slot, align_up
+from runtime.storage.slots import ALIGNMENT_BYTES, Slot, align_up
 from runtime.storage.store import FreeSpace, Store
 from runtime.storage.user_files import UserFiles, close_descriptor, keep_from_children, open_direct
 
@@ -108,18 +108,6 @@ class FileSpace(Store):
                 raise
         return shares
 
-    def _extents(self, file_descriptor: int, offset_bytes: int, length_bytes: int) -> list[Extent]:
-        file = self._files[file_descriptor]
-        return [
-            Extent(
-                file_descriptor=file_descriptor,
-                path=file.path,
-                offset_bytes=offset_bytes,
-                length_bytes=length_bytes,
-                drive=file.drive,
-            )
-        ]
-
     def _has(self, slot: Slot) -> bool:
         return super()._has(slot) if slot.file is None else slot in slot.file.slots
 
@@ -209,7 +197,6 @@ class SpillFile:
             found = "is not a directory" if parent.exists() else "does not exist"
             raise StorageError(f"storage {str(parent)!r} {found}; create it, or give a directory on a fast drive")
         self.path = parent / f"teraio-{os.getpid()}-{secrets.token_hex(8)}.spill"
-        self.free = FreeSpace()
         with ExitStack() as undo:
             undo.callback(self.path.unlink, missing_ok=True)
             try:
@@ -228,6 +215,7 @@ class SpillFile:
         for each in {self._buffered, self.descriptor}:
             keep_from_children(each)
         self.drive = os.fstat(self._buffered).st_dev
+        self.free = FreeSpace(self.descriptor, self.path, drive=self.drive)
 
     @property
     def available_bytes(self) -> int:

@@ -66,7 +66,9 @@ class HostStore(Store):
             raise StorageError(_refused(size, error)) from error
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         try:
-            self._spaces[self._descriptor] = free = FreeSpace()
+            # No copy of a GPU may cross a multiple of PIN_CHUNK_BYTES.
+            free = FreeSpace(self._descriptor, _PATH, address=self.address, piece_bytes=PIN_CHUNK_BYTES)
+            self._spaces[self._descriptor] = free
             free.grow(size)
             if pinner is not None:
                 self._prefault(processors)
@@ -125,22 +127,6 @@ class HostStore(Store):
                 f"{self.capacity_bytes:,} are free; raise host_budget, or give storage"
             )
         return [size_bytes]
-
-    def _extents(self, file_descriptor: int, offset_bytes: int, length_bytes: int) -> list[Extent]:
-        found = []
-        while length_bytes:  # cut at the multiples of PIN_CHUNK_BYTES, which no copy of a GPU may cross
-            size = min(length_bytes, PIN_CHUNK_BYTES - offset_bytes % PIN_CHUNK_BYTES)
-            found.append(Extent(file_descriptor=file_descriptor, path=_PATH, offset_bytes=offset_bytes, length_bytes=size))
-            offset_bytes, length_bytes = offset_bytes + size, length_bytes - size
-        return found
-
-    def _contiguous_address(self, extents: Sequence[Extent]) -> int | None:
-        end = extents[0].offset_bytes
-        for extent in extents:
-            if extent.offset_bytes != end:
-                return None
-            end += extent.length_bytes
-        return self.address_of(extents[0])
 
     def _free_ranges(self, ranges: Sequence[FilePlace]) -> None:
         if self._pinner is None:  # the driver holds pinned pages until all of them are unpinned

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -94,8 +95,8 @@ class Store(ABC):
             used = self.used_bytes + size
             shares = self._make_room(size, name)
             with _AllOrNothing(self._spaces.values()):
-                extents = tuple([extent for range_ in self._take(shares) for extent in self._extents(*range_)])
-                address = self._contiguous_address(extents)
+                extents = tuple(self._take(shares))
+                address = self._spaces[extents[0].file_descriptor].address_of(extents)
                 slot = Slot(name=name, size_bytes=size, content_bytes=size_bytes, extents=extents, address=address)
                 self._in_use.add(slot)
             self.used_bytes = used
@@ -199,14 +200,6 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def _extents(self, file_descriptor: int, offset_bytes: int, length_bytes: int) -> Sequence[Extent]:
-        """Return a range of one space as extents. The caller holds the lock."""
-
-    def _contiguous_address(self, extents: Sequence[Extent]) -> int | None:
-        """Return where these extents begin in this process's memory; None if they are not there, or not in one piece."""
-        return None
-
-    @abstractmethod
     def _free_everything(self) -> None:
         """Free the files or the memory. Called once. The caller holds the lock."""
 
@@ -219,20 +212,16 @@ class Store(ABC):
         if self._closed:
             raise StorageError(f"the {self._tier} tier is closed; compile the model again to open a new one")
 
-    def _take(self, shares: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Take from each space its share, or as much in all from where room is. Return (descriptor, offset, length) of each.
-
-        The caller has made room.
-        """
-        spaces = list(self._spaces.items())
-        divided = zip(spaces, shares, strict=True)
-        if all([space.largest_bytes >= share for (_, space), share in divided]):
-            return [(file, *space.take(share)) for (file, space), share in zip(spaces, shares, strict=True) if share]
+    def _take(self, shares: Sequence[int]) -> list[Extent]:
+        """Take from each space its share, or as much in all from where room is. The caller has made room."""
+        divided = list(zip(self._spaces.values(), shares, strict=True))
+        if all([space.largest_bytes >= share for space, share in divided]):
+            return [extent for space, share in divided if share for extent in space.take(share)]
         taken, left = [], sum(shares)
         while left:  # the largest holes first: the fewer pieces, the fewer copies
-            file, space = max(spaces, key=lambda each: each[1].largest_bytes)
-            taken.append((file, *space.take(left)))
-            left -= taken[-1][2]
+            found = max(self._spaces.values(), key=lambda space: space.largest_bytes).take(left)
+            taken += found
+            left -= sum([extent.length_bytes for extent in found])
         return taken
 
 
@@ -308,10 +297,15 @@ class FreeSpace:
     Not thread-safe: the store's lock guards it. Each change is one assignment: an error, such as memory that runs out, leaves
     everything as it was.
 
-    size_bytes: of the file, with what is in use.
+    file_descriptor, path, drive: of its extents. address: of the file's first byte in this process's memory; None if it is not
+    there. piece_bytes: no extent crosses a multiple of this. size_bytes: of the file, with what is in use.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, file_descriptor: int, path: Path, *, drive: int = 0, address: int | None = None, piece_bytes: int | None = None
+    ) -> None:
+        self._file, self._path, self._drive = file_descriptor, path, drive
+        self._address, self._piece_bytes = address, piece_bytes
         self.size_bytes = 0
         self._holes: tuple[_Hole, ...] = ()  # from the lowest offset to the highest
 
@@ -336,17 +330,34 @@ class FreeSpace:
         holes = self._with_hole(self.size_bytes, more_bytes)
         self._holes, self.size_bytes = holes, self.size_bytes + more_bytes
 
-    def take(self, size_bytes: int) -> tuple[int, int]:
+    def take(self, size_bytes: int) -> list[Extent]:
         """Take `size_bytes` from the smallest hole that is large enough, or all of the largest hole if none is.
 
-        Of equal holes, that with the lowest offset serves. Return offset and length. There must be a hole.
+        Of equal holes, that with the lowest offset serves. There must be a hole.
         """
         fitting = [hole for hole in self._holes if hole[1] >= size_bytes]
         hole = min(fitting, key=_length) if fitting else max(self._holes, key=_length)
         place, taken = bisect_left(self._holes, hole), min(hole[1], size_bytes)
         rest = [(hole[0] + taken, hole[1] - taken)] if hole[1] > taken else []
         self._holes = (*self._holes[:place], *rest, *self._holes[place + 1 :])
-        return hole[0], taken
+        return self._extents(hole[0], taken)
+
+    def _extents(self, offset: int, length: int) -> list[Extent]:
+        found = []
+        while length:
+            size = length if self._piece_bytes is None else min(length, self._piece_bytes - offset % self._piece_bytes)
+            found.append(
+                Extent(file_descriptor=self._file, path=self._path, offset_bytes=offset, length_bytes=size, drive=self._drive)
+            )
+            offset, length = offset + size, length - size
+        return found
+
+    def address_of(self, extents: Sequence[Extent]) -> int | None:
+        """Return where these extents begin in this process's memory; None if they are not there, or not in one piece."""
+        ends = [extent.offset_bytes + extent.length_bytes for extent in extents]
+        if self._address is None or ends[:-1] != [extent.offset_bytes for extent in extents[1:]]:
+            return None
+        return self._address + extents[0].offset_bytes
 
     def give(self, offset: int, length_bytes: int) -> None:
         """Make a range free, which must be in use. Join it with the holes on both sides."""
