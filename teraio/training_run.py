@@ -22,12 +22,11 @@ from planner.errors import BudgetError, UnsupportedError
 from runtime.execution import OperatorRunner, Program, Reruns, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import UNNAMED, Block, Pager
 from runtime.system import interruptible, uninterrupted
-from teraio.added_gradients import AddedGradients
 from teraio.distributed import LibraryCalls, ShardedParameters, UpdateBroadcasts
 from teraio.following import IterationObserver
 from teraio.graph_needs import GraphNeeds
 from teraio.machine import Machine, Shared, open_machine
-from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes, host_threads
+from teraio.optimizer import AddedGradients, HostRates, OptimizerSteps, SubgroupSizes, host_threads
 from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext
 from teraio.planning import BackgroundPlanner, PlanCache, PlanningJob, StartJob, WarmStart

@@ -17,8 +17,8 @@ from rich.text import Text
 
 import planner
 from planner.problem import SolverSettings
-from teraio.advice import Adviser, Case, Unit
 from teraio.cli import arguments, output
+from teraio.cli.advice import Adviser, Case, Unit
 from teraio.cli.arguments import AsJson, Device, Host, Rows, Storage, with_solver_options
 from teraio.cli.lengths import length_range
 from teraio.cli.output import Column, Data, Facts, Page, Table, in_asked_unit, save, show_or_print, working, write_file
@@ -262,7 +262,7 @@ def doctor(
         require_directory("--hardware-out", hardware_out.parent)
     import torch
 
-    from teraio.doctor import examine, measured_machine
+    from teraio.cli.doctor import examine, measured_machine
 
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen not in ("cpu", "cuda"):

@@ -8,8 +8,8 @@ import planner
 from planner.problem import SolverSettings, live_bytes, recompute_seconds
 from planner.schema import Link, short_fingerprint
 from planner.simulator import STAGES, PathSegment, critical_path
-from teraio.advice import planned
 from teraio.cli import output
+from teraio.cli.advice import planned
 from teraio.cli.arguments import as_options
 from teraio.cli.output import Column, Data, Facts, Page, Table, exact_bytes, format_bytes, format_seconds, share
 from teraio.cli.trace_summary import copy_seconds

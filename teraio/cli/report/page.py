@@ -9,8 +9,8 @@ from importlib import resources
 
 from planner.schema import printable
 from planner.simulator import STAGES
-from teraio.advice import what_holds_up
 from teraio.cli import output
+from teraio.cli.advice import what_holds_up
 from teraio.cli.lengths import lengths_table
 from teraio.cli.output import Column, Data, Table, exact_bytes, format_bytes, format_seconds, share
 from teraio.cli.plan_summary import links_table, sweep_table

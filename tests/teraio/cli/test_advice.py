@@ -11,11 +11,11 @@ import pytest
 import planner
 from planner.problem import SolverSettings, live_bytes
 from planner.schema import Budgets, Lengths, Polynomial, Work
-from teraio.advice import Advice, Adviser, Answer, with_batch, with_passes
+from teraio.cli.advice import Advice, Adviser, Answer, with_batch, with_passes
 
-from ..planner.traces import block, group, links, staged, subgroup, trace
-from ..thoroughness import by_profile
-from .conftest import RunCommand
+from ...planner.traces import block, group, links, staged, subgroup, trace
+from ...thoroughness import by_profile
+from ..conftest import RunCommand
 
 MIB = 1 << 20
 STAGES = ("forward/layers.0", "forward/layers.1", "backward/layers.1", "backward/layers.0", "optimizer/all")

@@ -11,10 +11,10 @@ import torch
 from planner.errors import UnsupportedError
 from runtime.system import storage_swap
 from teraio.capturing import MachineDescription
-from teraio.doctor import Examination, Finding, examine
+from teraio.cli.doctor import Examination, Finding, examine
 
-from .conftest import RunCommand
-from .traces import fact
+from ..conftest import RunCommand
+from ..traces import fact
 
 CPU = torch.device("cpu")
 

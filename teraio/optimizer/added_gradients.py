@@ -29,7 +29,8 @@ from runtime.execution import InterleavedStages, Program, graph_of
 from runtime.paging import Block, Pager
 from teraio.distributed import rank_count
 from teraio.following import IterationObserver
-from teraio.optimizer import Leaf, TensorView, bytes_of, has_hooks, leaves, pass_problem, view_of
+from teraio.optimizer.facts import bytes_of
+from teraio.optimizer.final_gradients import Leaf, TensorView, has_hooks, leaves, pass_problem, view_of
 
 # A stage adds at least so much, or one of so many parts, where so much is made before the graph ends: small gradients wait for
 # others, since stages make plans harder.

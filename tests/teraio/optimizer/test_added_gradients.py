@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from .optimizer.overlapped_loops import ALL, STEPS, Net, Step, case, penalty
-from .parity.harness import Run, check_exact, compiled_input_needs_grad, train
+from ..parity.harness import Run, check_exact, compiled_input_needs_grad, train
+from .overlapped_loops import ALL, STEPS, Net, Step, case, penalty
 
 pytestmark = compiled_input_needs_grad
 
