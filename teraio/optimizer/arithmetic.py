@@ -31,6 +31,7 @@ from planner.errors import UnsupportedError
 from runtime.system import forget_undo, undo_if_interrupted, uninterrupted
 from teraio.optimizer.facts import (
     HALF,
+    MASTER,
     OptimizerFacts,
     OwnedParameter,
     OwnHooks,
@@ -41,8 +42,6 @@ from teraio.optimizer.facts import (
     cut,
     owned_parameters,
 )
-
-MASTER = "master_param"
 
 # Their fused kernels respect `grad_scale` and `found_inf`. That of SGD damages its momentum when it should do nothing.
 _SCALING = frozenset({"Adam", "AdamW"})
@@ -78,17 +77,6 @@ def has_elements_of(state: Any, parameter: Tensor) -> bool:
 def copied(value: Any) -> Any:
     """Return a copy of a state that is a tensor, and any other value as it is."""
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def lacks_states(facts: OptimizerFacts, parameter: Tensor) -> bool:
-    """Return whether the next update of the parameter makes its states."""
-    state = facts.optimizer.state.get(parameter, {})
-    return facts.states_per_parameter > 0 and not any(isinstance(value, Tensor) for value in state.values())
-
-
-def lacks_master(facts: OptimizerFacts, parameter: Tensor) -> bool:
-    """Return whether the next update of the parameter makes its master."""
-    return facts.keeps_masters and parameter.dtype in HALF and MASTER not in facts.optimizer.state.get(parameter, {})
 
 
 def run_step(facts: OptimizerFacts, parameters: Iterable[OwnedParameter]) -> None:

@@ -27,6 +27,7 @@ _BY_PARAMETER = frozenset("Adafactor Muon".split())  # their update looks at a w
 _FUSED_ON_CPU = frozenset("Adagrad Adam AdamW SGD".split())
 USUAL_STATES = 2  # tensors of a parameter's size that most optimizers keep: for optimizers that have not made theirs yet
 HALF = frozenset({torch.bfloat16, torch.float16})
+MASTER = "master_param"
 
 # Positional and keyword arguments of a step; the optimizer itself is the first of them.
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -159,8 +160,14 @@ class OptimizerFacts:
         if (
             self.from_torch and self.name == "Adafactor" and self.states_per_parameter and parameter.dim() > 1
         ):  # keeps a row and a column of a matrix
-            return [size // parameter.shape[dim] for dim in (-1, -2)] if parameter.numel() else []
+            return [size // max(parameter.shape[dim], 1) for dim in (-1, -2)]
         return [size] * self.states_per_parameter
+
+    def sizes_made(self, parameter: Tensor) -> list[int]:
+        """Return the bytes of each tensor that the next update makes first: of states and master, unless they exist."""
+        state, master = self.optimizer.state.get(parameter, {}), self.master_bytes(parameter)
+        made = [] if any(isinstance(value, Tensor) for value in state.values()) else self.state_sizes(parameter)
+        return [*made, master] if self.keeps_masters and parameter.dtype in HALF and MASTER not in state else made
 
     def temporary_bytes(self, parameters: Sequence[Tensor]) -> int:
         """Return what the update of these parameters allocates while it runs, casts between them and masters included.

@@ -34,7 +34,7 @@ from runtime.device import Mark
 from runtime.paging import Block, Pager, holder_of
 from runtime.storage import align_up
 from runtime.system import annotate, first_of, machine_cores
-from teraio.optimizer.arithmetic import Replica, lacks_master, lacks_states, update_replicas
+from teraio.optimizer.arithmetic import Replica, update_replicas
 from teraio.optimizer.facts import OptimizerFacts, OwnedParameter, bytes_of, moves
 
 _MAX_ELEMENTS = 4 << 20  # elements of a measured update; fewer if the host tier has less room
@@ -180,7 +180,7 @@ class HostUpdates:
         parameter = owned.tensor
         if not facts.updates_alone(parameter):  # see [Note: Several ranks]
             return None
-        if parameter.grad is None or lacks_states(facts, parameter) or lacks_master(facts, parameter):
+        if parameter.grad is None or facts.sizes_made(parameter):
             return None
         state = facts.optimizer.state.get(parameter, {})
         tensors = [value for value in state.values() if isinstance(value, Tensor)]

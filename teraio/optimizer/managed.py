@@ -28,7 +28,7 @@ from runtime.execution import OperatorRunner
 from runtime.paging import Block, Pager, holder_of
 from teraio.distributed import GradientBuckets, ShardedParameters
 from teraio.following import IterationObserver
-from teraio.optimizer.arithmetic import emptied, lacks_master, lacks_states
+from teraio.optimizer.arithmetic import emptied
 from teraio.optimizer.facts import OptimizerFacts, OwnedParameter, bytes_of, moves, owned_parameters
 from teraio.optimizer.subgroups import ParameterUpdate, PendingStep, Subgroups, SubgroupSizes
 
@@ -193,13 +193,12 @@ class ManagedOptimizer:
             return ParameterUpdate(total_bytes=total_bytes)
         others = self._by.buckets.hold(parameter) or (parameter in self._by.sharded and self._by.sharded.stay)
         own = gradient.layout is torch.strided and not others
-        state_bytes = self.facts.state_sizes(parameter)
-        fresh_master = self.facts.master_bytes(parameter) if lacks_master(self.facts, parameter) else 0
+        fresh = self.facts.sizes_made(parameter)
         return ParameterUpdate(
             total_bytes=total_bytes,
             elements=holder_of(parameter).numel(),
-            fresh_bytes=fresh_master + (sum(state_bytes) if lacks_states(self.facts, parameter) else 0),
-            state_bytes=max((*state_bytes, fresh_master), default=0),
+            fresh_bytes=sum(fresh),
+            largest_fresh_bytes=max(fresh, default=0),
             parameter=self.block(parameter, f"optimizer/parameter.{number}", "parameter"),
             gradient=self.block(gradient, f"optimizer/gradient.{number}", "gradient") if own else None,
             states=tuple(self.state_blocks(owned)),

@@ -23,7 +23,7 @@ from runtime.execution import InterleavedStages, Program
 from runtime.paging import Block, Pager
 from teraio.distributed import rank_count
 from teraio.following import IterationObserver
-from teraio.optimizer.arithmetic import lacks_master, lacks_states, run_step
+from teraio.optimizer.arithmetic import run_step
 from teraio.optimizer.facts import OptimizerFacts, OwnedParameter, owned_parameters
 from teraio.optimizer.final_gradients import (
     FinalGradient,
@@ -127,7 +127,7 @@ class OverlappedSteps:
             return "its gradient is final only when the ranks have reduced it, after backward"
         if chosen.eligibility.forwards > 1:
             return "several forward passes used it before a step"
-        if lacks_states(facts, parameter) or lacks_master(facts, parameter):
+        if facts.sizes_made(parameter):
             return "the optimizer has to make its states first"
         return leaf_problem(parameter)
 

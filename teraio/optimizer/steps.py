@@ -195,7 +195,7 @@ class OptimizerSteps(OwnHooks):
             cut = managed.step_ended()
             forget_undo(managed.step_ended)
             whole = self._whole.end(managed)
-            if managed.has_blocks or managed.had_blocks:
+            if managed.had_blocks or managed.has_blocks:
                 if not (cut or whole) and (self._automatic or managed.chosen) and self._active() and self._reads_where_it_waits:
                     managed.adopt(self._loaded)  # the states that the step may have made
                 managed.count_states()

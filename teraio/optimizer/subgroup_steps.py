@@ -204,6 +204,7 @@ class _SubgroupStep:
         """
         pager, read = self.by.pager, subgroup.read
         parameters = [self.step.parameters[number] for number in subgroup.numbers]
+        touched = [(owned.tensor.grad, self.step.updates[owned.number].gradient) for owned in parameters]
         # Without a plan, one subgroup ahead: the next one's blocks come in while this one is updated.
         missing = [block for block in following if block.state is State.OFFLOADED]
         pager.acquire(read, subgroup.workspace_bytes, name, then_fetch=missing or fetch, in_one_piece=True)
@@ -214,7 +215,7 @@ class _SubgroupStep:
             try:
                 pager.evict_until_free(sum(block.size_bytes for block in missing), keep=following)
                 begin = self.by.observer.mark()
-                gradients = GradientVersions(self.managed.optimizer, parameters)
+                gradients = GradientVersions(self.managed.optimizer, touched)
                 with annotate("update", name):
                     if slices is not None:
                         slices.run()
@@ -226,7 +227,7 @@ class _SubgroupStep:
                 if subgroup.fresh_bytes:
                     made = self.managed.made_states(parameters, read)
                 if gradients is not None:
-                    unchanged = gradients.unchanged(pager.known_block)
+                    unchanged = gradients.unchanged()
         finally:
             pager.retire(read, [b for b in read if b not in unchanged or b in subgroup.written])
         return begin, end, made
@@ -238,9 +239,9 @@ class _SubgroupStep:
             return None
         if subgroup.slicing is not None and not pager.lending.waits_in_host_tier(subgroup.states):
             return None  # no plan would move its states there
-        for parameter in (self.step.parameters[number].tensor for number in subgroup.numbers):
-            block = pager.known_block(parameter)
-            if block is not None and block.span is not None and not self.step.facts.updates_alone(parameter):
+        for number in subgroup.numbers:
+            owned, block = self.step.parameters[number], self.step.updates[number].parameter
+            if block is not None and block.span is not None and not self.step.facts.updates_alone(owned.tensor):
                 return None  # it would be updated there, by its size, but other ranks update it too
         return rates.seconds(self.step.facts, subgroup.dtype, subgroup.elements)
 
@@ -250,27 +251,25 @@ def _stage_name(number: int) -> str:
 
 
 class GradientVersions:
-    """The versions that the gradients of some parameters of an optimizer had before an update.
+    """The versions that some gradients of an optimizer, each with its block, had before an update.
 
     Tells which gradients the update has not changed, so that their copies in the lower tiers stay valid.
     """
 
     # Correct for the optimizers of torch.optim: none of them writes through `.data`, which does not change the version.
 
-    def __init__(self, optimizer: Optimizer, parameters: Iterable[OwnedParameter]) -> None:
+    def __init__(self, optimizer: Optimizer, gradients: Iterable[tuple[Tensor | None, Block | None]]) -> None:
         # A fused optimizer that a GradScaler drives divides gradients in place, and does not change the version.
         scaled = getattr(optimizer, "grad_scale", None) is not None
-        found = (owned.tensor.grad for owned in parameters)
-        gradients = (gradient for gradient in found if gradient is not None and not gradient.is_inference())
-        self._versions = [] if scaled else [(gradient, gradient._version) for gradient in gradients]
+        known = ((gradient, block) for gradient, block in gradients if gradient is not None and block is not None)
+        found = ((gradient, block) for gradient, block in known if not gradient.is_inference())
+        self._versions = [] if scaled else [(gradient, block, gradient._version) for gradient, block in found]
 
-    def unchanged(self, block_of: Callable[[Tensor], Block | None]) -> set[Block]:
-        """Return the blocks of gradients that have not been written since. block_of: returns the block of a tensor, if any."""
+    def unchanged(self) -> set[Block]:
+        """Return the blocks of gradients that have not been written since."""
         same: dict[Block, bool] = {}
-        for gradient, version in self._versions:
-            block = block_of(gradient)
-            if block is not None:
-                same[block] = same.get(block, True) and gradient._version == version
+        for gradient, block, version in self._versions:
+            same[block] = same.get(block, True) and gradient._version == version
         return {block for block, is_same in same.items() if is_same}
 
 

@@ -222,13 +222,13 @@ class ParameterUpdate:
     """What the update of one parameter touches. Without a gradient it touches nothing, and `elements` is 0.
 
     total_bytes: of parameter, gradient and states, also without a gradient.
-    fresh_bytes: of the states that this update makes first. state_bytes: of the largest tensor of the state.
+    fresh_bytes: of the states that this update makes first. largest_fresh_bytes: of the largest tensor of them.
     """
 
     total_bytes: int
     elements: int = 0
     fresh_bytes: int = 0
-    state_bytes: int = 0
+    largest_fresh_bytes: int = 0
     parameter: Block | None = None
     gradient: Block | None = None
     states: tuple[Block, ...] = ()
@@ -361,7 +361,7 @@ class Subgroups:
             elements=sum(update.elements for update in active),
             temporary_bytes=step.facts.temporary_bytes(tensors) if slices is None else slices.workspace_bytes,
             fresh_bytes=sum(update.fresh_bytes + _COUNTERS_BYTES for update in fresh),
-            movable_fresh_bytes=sum(update.fresh_bytes for update in fresh if self._can_leave(update.state_bytes)),
+            movable_fresh_bytes=sum(update.fresh_bytes for update in fresh if self._can_leave(update.largest_fresh_bytes)),
             slicing=slices,
         )
 
