@@ -186,7 +186,7 @@ def _drive(directory: Path, device: torch.device) -> Iterator[Finding]:
 
 
 def _speed(what: str, name: str, how: str, rates: LinkRates) -> Finding:
-    both = min(rates.duplex_write_bytes_per_second, rates.duplex_read_bytes_per_second)
+    both = min(each.duplex_bytes_per_second for each in rates)
     found = f"path {how!r}: {rates}"
     if name == "buffered":
         return Finding(

@@ -19,7 +19,7 @@ from runtime.cuda.streams import CudaEvent, CudaStreams
 from runtime.device import Lane
 from runtime.storage import HostStore, KvikioStore, Slot, StagedStore, Store
 from runtime.system import storage_swap
-from runtime.transfer import LinkRates, PathCandidate, TorchMemory, aligned
+from runtime.transfer import LinkRates, OneWay, PathCandidate, TorchMemory, aligned
 
 
 def cuda_candidates(
@@ -133,15 +133,8 @@ def measure_host_links(streams: CudaStreams, store: HostStore, size_bytes: int) 
         latency = [_latency(streams, store, slot, device, lane) for lane in _LANES]
     finally:
         store.release(slot)
-    size = slot.size_bytes
-    return LinkRates(
-        write_bytes_per_second=size / alone[0],
-        read_bytes_per_second=size / alone[1],
-        write_latency_seconds=latency[0],
-        read_latency_seconds=latency[1],
-        duplex_write_bytes_per_second=size / 2 / together[0],
-        duplex_read_bytes_per_second=size / 2 / together[1],
-    )
+    size, ways = slot.size_bytes, zip(alone, latency, together, strict=True)
+    return LinkRates(*(OneWay(size / own, first, size / 2 / shared) for own, first, shared in ways))
 
 
 def _largest_areas(streams: CudaStreams, store: HostStore, size_bytes: int) -> tuple[Slot, torch.UntypedStorage]:
