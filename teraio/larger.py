@@ -40,6 +40,7 @@ from runtime.execution import OperatorRunner
 from runtime.paging import PLAIN
 from teraio.options import Options
 from teraio.registry import Registry
+from teraio.stages import by_name, written_names
 
 
 class UnderBudget:
@@ -168,23 +169,18 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.is_view:  # touches no byte
             return func(*args, **kwargs)
+        given = by_name(func, args, kwargs)
         return self._operators.run(
             lambda: func(*args, **kwargs),
             name=str(func),
-            reads=[each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)],
-            writes=_written(func, args, kwargs),
+            reads=_tensors(given),
+            writes=_tensors([given.get(name) for name in written_names(func)]),
             new_bytes=_result_bytes(func, args, kwargs, self._device),
         )
 
 
-def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that the operator writes, by its schema."""
-    found: list[Tensor] = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[number] if number < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-            found += [each for each in tree_leaves(given) if isinstance(each, Tensor)]
-    return found
+def _tensors(arguments: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
 
 
 def _result_bytes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> int:
@@ -211,7 +207,7 @@ def _result_bytes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
         results = func(*tree_map(without_memory, tuple(args)), **settings)
     except (NotImplementedError, RuntimeError, TypeError):
         return 0
-    return sum(each.untyped_storage().nbytes() for each in tree_leaves(results) if isinstance(each, Tensor))
+    return sum(each.untyped_storage().nbytes() for each in _tensors(results))
 
 
 def _file_behind(tensor: Tensor) -> tuple[Path, int] | None:

@@ -1,6 +1,6 @@
 """Build the linear program behind the lower bound, one function for each constraint family.
 
-For why it is a bound, see `planner.bound.lower_bound`.
+For why it is a bound, see `docs/lower-bound.md`.
 
 Symbols: instants k; spans from k to k + 1 with τ_k seconds of stages and a stall δ_k; windows p; tiers t.
 

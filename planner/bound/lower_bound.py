@@ -1,76 +1,6 @@
-"""A lower bound on the iteration time that holds for every plan.
+"""A lower bound on the iteration time that holds for every plan: `docs/lower-bound.md` proves it, and says what it does not see.
 
-[Note: why it is a bound] Take any plan, and one iteration of its steady state. Look at the instants at which stage s starts
-(S_s) and ends (E_s, before anything is freed). Let δ be the stalls. Let p = (after, before) be the time between two consecutive
-uses of a block, and t a lower tier. The replay's rules ([Note: execution semantics] in `planner.simulator.simulate`) say the
-following.
-
-1. *Memory.* At S_s and at E_s, live_s minus the absent blocks is within the budget. A block is absent only strictly inside a p,
-   so from S_(after+1) to E_(before−1). By then its copy out has ended, or a copy from an earlier p of the same epoch was still
-   valid (always so for read_only blocks). And its copy in has not begun. (A block that outlives its last use has a p from that
-   use to its death, stage before − 1. In that p nothing comes in.) Let O be the share of the copy out that is done, I that of
-   the copy in, and d whether the block was dropped. Then absent ≤ d + O − I. This holds for a whole block and for any share of
-   one. I ends at d + O.
-2. *Copies.* O begins at E_after or later; I ends at S_before or earlier. d of one p is at most the sum of the O of the earlier
-   ones in its epoch: in each of them the block was copied out and, since a use follows, in again. Between uses in neighbouring
-   stages there is at most a stall, which must hold both copies. A block waits in one tier at a time. A copy has its place in the
-   lower tier from its start until the block dies. So d + O of all blocks with a place is within that tier's budget.
-3. *Links.* A link carries one block at a time and takes latency + size / rate for each. So between two instants it is busy for
-   at most the durations of the stages in between, plus δ.
-4. *Updates on the host.* Let h be whether a subgroup updates there ([Note: updates on the host] in
-   `planner.problem.host_updates`), and U the share of the update that is done. If h, the states are absent at all instants. The
-   parameters are absent between the uses around the update's stage, except for I. The gradients are absent from their last use
-   before it on, by O. The stage's workspace is not needed. Copies out, update and copies in each begin when the one before has
-   ended, so I ≤ U ≤ O, all up to h. Three things follow one another and take at least the sum of their times: the gradients that
-   are there last, the update, and the parameters that are needed first. U begins when the update may begin; I ends before the
-   next use. Where user code follows, U has ended when it starts ([Note: user code] in `planner.problem.host_updates`; the rest of
-   that note only makes plans slower). The host's processor behaves like a link. The stage, and so the iteration, is shorter by
-   the update's time on the device. Moves to or from that stage need 1 − h. If h, a valid copy of the parameters is in the host
-   tier, and all blocks have their place there for good. So these places count h, and what other moves of the blocks need comes on
-   top where they exclude h.
-5. *Shared rates.* At any instant, the rates of all links are those of some set of busy links, or less. So what links carry
-   together between two instants is at most (durations + δ) times a point of the convex hull of these rates: [Note: links that
-   share rates] in `planner.problem.shared_limits`.
-6. *Recomputation* ([Note: recomputation] in `planner.problem.recompute`). Stages, instants, uses and live bytes are those of
-   the source trace, and δ is all time beyond its stages, re-runs included. A group runs again before a backward stage, and no
-   later than the last use of what it makes, by a stage or by another re-run. Let R_k say whether it does so between the
-   instants k and k + 1; these re-runs take no more than δ_k. A block that a re-run makes anew is away between its last use
-   before the re-run and the re-run, which both lie in one p. So at an instant k in p it is absent for that reason only if the
-   re-run comes later in p: absent is at most ΣR over the spans of p from k on, + d + O − I, where O and I are of the new block,
-   and at most 1. A re-run may also use blocks inside a p. A block then may go and come more than once, in several tiers. For
-   each tier, let d and O be those of the first time that it goes and I that of the last time that it comes back: absent is at
-   most their sum over the tiers. So for such a p the row of one tier at a time is left out. A block with `dies_after` may die
-   at its last use instead, if a re-run that reads it later makes it anew: so a p that ends with a death counts too, where a
-   re-run may use the block. All else that a re-run needs (its inputs, blocks that live on, workspace) only makes a plan slower.
-
-All of this is linear, and the iteration time is Σ durations + Σ δ. So the minimum is a bound. (A plan without a steady state is
-covered too: the rows are linear, so they hold for the mean over many iterations.) Some steps make the program smaller. Each of
-them only removes rows or adds rows up, so the bound can only fall:
-
-* Only some instants are considered. Memory rows of the other instants are left out, and link rows between them are summed. Every
-  p is rounded outward to instants: its copies may use all of the spans in which it begins and ends.
-* Blocks with equal windows form one class. Its variables are the members' sums by size, at the seconds per byte of the largest
-  member, for which latency counts least. Subgroups with proportional sizes form classes too. Such a class counts, by size, the
-  least time on the host and the most time on the device among its members.
-* Where passes repeat ([Note: iterations that repeat] in `planner.problem.repeats`), the same instants are taken in each of the
-  passes, and the rows of like ones are added up. A stall is then the sum of those of all passes; blocks of different passes have
-  equal windows, and form classes as above. Like windows of one block between two writes have the mean as their variables, and no
-  limit to d. In a p that holds all passes, O and I at an instant of one pass stand for the steps of all; what is absent there is
-  at most d + O after the last pass − I before the first, and its place at least d + O before the first.
-* d + O − I ≥ 0 is not required, and memory rows that hold without any move are left out. A window is left out if no instant in
-  it exceeds the budget and no later window profits from it: a move there only costs time.
-
-The bound does not see that a copy in takes all of its room when it begins, and that a copy out gives its room back only when it
-ends. Where whole blocks are exchanged in one stall, plans take longer (trace `swap`: 14 s, bound 8 s).
-
-Where there are few blocks, a bound with shares of blocks is weak. Then absent is 0 or 1 for each block. The program is an
-integer program, and the solver's dual bound counts. Fewer instants never raise the bound, and neither does more budget: the rows
-only loosen, and neither of them decides whether blocks are whole.
-
-Floating point: for a linear program, the bound is what the solver's row prices prove by weak duality, however inexact they are
-(`_weak_dual`). For an integer program it is the solver's dual bound. Its tolerances are 1e-7 on numbers near one, since
-time is counted in hundredths of the ideal iteration and bytes in budgets. Subtracting 1e-6 of the bound covers them and all
-rounding.
+Rows may be left out or added up: the bound can only fall. A row that some plan breaks would make it wrong.
 """
 
 from __future__ import annotations
@@ -107,7 +37,7 @@ def lower_bound_seconds(
     threads: int = DEFAULT_THREADS,
     enough_seconds: float = inf,
 ) -> float:
-    """Return the seconds that an iteration takes at least, under any plan; see [Note: why it is a bound].
+    """Return the seconds that an iteration takes at least, under any plan; see `docs/lower-bound.md`.
 
     `max_instants`: number of instants of the iteration to consider. More instants may raise the bound and take longer. None: 32
     for short iterations; for others 8 and, if the bound is below `enough_seconds` then, 16. `max_whole`: up to how many stages of

@@ -17,9 +17,9 @@ from planner.errors import StorageError, UnsupportedError
 from runtime.cuda import streams as cuda_streams
 from runtime.cuda.streams import CudaEvent, CudaStreams
 from runtime.device import Lane
-from runtime.storage import HostStore, KvikioStore, Slot, StagedStore, Store
+from runtime.storage import HostStore, KvikioStore, Slot, StagedStore, Store, align_up, cut_slot
 from runtime.system import storage_swap
-from runtime.transfer import LinkRates, PathCandidate, TorchMemory, aligned
+from runtime.transfer import LinkRates, OneWay, PathCandidate, TorchMemory, aligned
 
 
 def cuda_candidates(
@@ -133,15 +133,8 @@ def measure_host_links(streams: CudaStreams, store: HostStore, size_bytes: int) 
         latency = [_latency(streams, store, slot, device, lane) for lane in _LANES]
     finally:
         store.release(slot)
-    size = slot.size_bytes
-    return LinkRates(
-        write_bytes_per_second=size / alone[0],
-        read_bytes_per_second=size / alone[1],
-        write_latency_seconds=latency[0],
-        read_latency_seconds=latency[1],
-        duplex_write_bytes_per_second=size / 2 / together[0],
-        duplex_read_bytes_per_second=size / 2 / together[1],
-    )
+    size, ways = slot.size_bytes, zip(alone, latency, together, strict=True)
+    return LinkRates(*(OneWay(size / own, first, size / 2 / shared) for own, first, shared in ways))
 
 
 def _largest_areas(streams: CudaStreams, store: HostStore, size_bytes: int) -> tuple[Slot, torch.UntypedStorage]:
@@ -173,15 +166,8 @@ def _seconds(streams: CudaStreams, store: HostStore, slot: Slot, device: int, la
 
 def _ranges(store: HostStore, slot: Slot, device: int) -> list[tuple[int, int, int]]:
     """Cut the slot into ranges of equal length, shorter at the ends of extents: host address, device address, bytes."""
-    step = max(slot.size_bytes // (2 * _COPIES), 1 << 16)
-    ranges = []
-    for extent in slot.extents:
-        host = store.address_of(extent)
-        for begin in range(0, extent.length_bytes, step):
-            length = min(step, extent.length_bytes - begin)
-            ranges.append((host + begin, device, length))
-            device += length
-    return ranges
+    chunks = cut_slot(slot, align_up(max(slot.size_bytes // (2 * _COPIES), 1 << 16)))
+    return [(store.address + each.file_offset_bytes, device + each.slot_offset_bytes, each.length_bytes) for each in chunks]
 
 
 def _copy(streams: CudaStreams, lane: Lane, host: int, device: int, size_bytes: int) -> None:

@@ -9,11 +9,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -183,24 +182,26 @@ _RATE_TRIALS = 3
 _FILL_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkRates:
-    """Rates and latencies of the two links. `duplex_...`: while both links are busy; the other rates: each link alone.
+class OneWay(NamedTuple):
+    """Rate and latency of one link while the other is idle, and its rate while both are busy.
 
-    A latency is the time from the submission of a block of one page to its end.
+    The latency is the time from the submission of a block of one page to its end.
     """
 
-    write_bytes_per_second: float
-    read_bytes_per_second: float
-    write_latency_seconds: float
-    read_latency_seconds: float
-    duplex_write_bytes_per_second: float
-    duplex_read_bytes_per_second: float
+    bytes_per_second: float
+    latency_seconds: float
+    duplex_bytes_per_second: float
+
+
+class LinkRates(NamedTuple):
+    """Those of the two links. write: of copies from the device; read: of copies to it."""
+
+    write: OneWay
+    read: OneWay
 
     def __str__(self) -> str:
-        write, read = self.write_bytes_per_second / 1e9, self.read_bytes_per_second / 1e9
-        both = self.duplex_write_bytes_per_second / 1e9, self.duplex_read_bytes_per_second / 1e9
-        return f"writes {write:.2f} GB/s, reads {read:.2f} GB/s, both at once {both[0]:.2f} and {both[1]:.2f}"
+        alone, both = ([each[at] / 1e9 for each in self] for at in (0, 2))
+        return f"writes {alone[0]:.2f} GB/s, reads {alone[1]:.2f} GB/s, both at once {both[0]:.2f} and {both[1]:.2f}"
 
 
 def _slots_to_measure(store: Store, size_bytes: int) -> list[Slot]:
@@ -228,7 +229,6 @@ def _rates_of(links: tuple[Link, Link], slots: Sequence[Slot], memory: TorchMemo
 
     The device works meanwhile, see `TorchMemory`. Waits until all transfers have ended.
     """
-    write, read = links
     *slots, small = slots
     size = sum(slot.size_bytes for slot in slots)
     buffer = memory.allocate(size)
@@ -236,18 +236,10 @@ def _rates_of(links: tuple[Link, Link], slots: Sequence[Slot], memory: TorchMemo
     with memory.load():
         for offset in range(0, size, _FILL_BYTES):
             buffer[offset : offset + _FILL_BYTES].copy_(_random_bytes(min(_FILL_BYTES, size - offset)))
-        _finish_times([(write, slots)], address)  # the first write of an extent takes longer than all later ones
-        write_rate = _rate(write, slots, address)
-        read_rate = _rate(read, slots, address)
-        duplex_write, duplex_read = _duplex_rates(links, (write_rate, read_rate), slots, address)
-        return LinkRates(
-            write_bytes_per_second=write_rate,
-            read_bytes_per_second=read_rate,
-            write_latency_seconds=_latency(write, small, address),
-            read_latency_seconds=_latency(read, small, address),
-            duplex_write_bytes_per_second=duplex_write,
-            duplex_read_bytes_per_second=duplex_read,
-        )
+        _finish_times([(links[0], slots)], address)  # the first write of an extent takes longer than all later ones
+        rates = _rate(links[0], slots, address), _rate(links[1], slots, address)
+        duplex = _duplex_rates(links, rates, slots, address)
+        return LinkRates(*(OneWay(rates[way], _latency(link, small, address), duplex[way]) for way, link in enumerate(links)))
 
 
 def _verify(links: tuple[Link, Link], slots: Sequence[Slot], memory: TorchMemory) -> None:

@@ -96,9 +96,7 @@ def choose_path(candidates: Sequence[PathCandidate], *, open_engine: OpenEngine,
         working = _working(candidates, open_engine, refused)
         if not working:
             raise _nothing_works(refused)
-        path = max(
-            working, key=lambda p: harmonic_mean([p.rates.duplex_write_bytes_per_second, p.rates.duplex_read_bytes_per_second])
-        )
+        path = max(working, key=lambda path: harmonic_mean([each.duplex_bytes_per_second for each in path.rates]))
         for other in working:
             if other is not path:
                 other.close()

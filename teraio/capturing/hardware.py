@@ -32,7 +32,7 @@ from runtime.paging import Block, NullMover
 from teraio.capturing.pretended_gpu import GpuModel
 from teraio.machine import Machine, ResolvedBudgets
 from teraio.optimizer import HostRates, OptimizerFacts
-from teraio.stages import Kernel, Speed, base_name, gpu_speed, operator_kernel, reduces_products, speed_of
+from teraio.stages import Kernel, Speed, base_name, by_name, gpu_speed, operator_kernel, reduces_products, speed_of
 
 Efficiency = Annotated[float, Field(gt=0, le=1)]
 
@@ -263,8 +263,7 @@ class EagerWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         named = kwargs or {}
         result = func(*args, **named)
         if not self._paused and isinstance(func, OpOverload):
-            names = (argument.name for argument in func._schema.arguments)
-            kernel = operator_kernel(func, dict(zip(names, args, strict=False)) | named, result)
+            kernel = operator_kernel(func, by_name(func, args, named), result)
             if kernel is not None:
                 self._count(kernel)
         return result

@@ -13,13 +13,7 @@ import typer
 
 import planner
 from planner.policies import POLICIES
-from planner.problem import (
-    DEFAULT_GAP,
-    DEFAULT_THREADS,
-    DEFAULT_TIME_LIMIT_SECONDS,
-    DEFAULT_WRITE_WEIGHT,
-    SolverSettings,
-)
+from planner.problem import DEFAULT_THREADS, DEFAULT_TIME_LIMIT_SECONDS, DEFAULT_WRITE_WEIGHT, SolverSettings
 from planner.schema import MAX_NUMBER, printable
 from teraio.options import parse_bytes
 
@@ -43,13 +37,6 @@ def _of_solver(told: str) -> Any:
 TimeLimit = Annotated[
     float,
     _of_solver("Seconds of processor time for each plan. After that, the best plan so far counts, whose status is 'time limit'."),
-]
-Gap = Annotated[
-    float,
-    _of_solver(
-        "Relative gap at which the solver may stop. With 0.005 it stops at a plan that is proven to be within 0.5 % of the "
-        "best plan in its model. A larger gap is faster. With 0 it searches until it has the best plan or the time is over."
-    ),
 ]
 Threads = Annotated[int, _of_solver("Threads that the solver may use. More threads than free cores do not help.")]
 WriteWeight = Annotated[
@@ -80,20 +67,17 @@ def with_solver_options(command: Callable[..., None]) -> Callable[..., None]:
 def solver_settings(
     *,
     time_limit: TimeLimit = DEFAULT_TIME_LIMIT_SECONDS,
-    gap: Gap = DEFAULT_GAP,
     threads: Threads = DEFAULT_THREADS,
     write_weight: WriteWeight = DEFAULT_WRITE_WEIGHT,
 ) -> SolverSettings:
     """Check the solver's options; the parameters are the options, with their defaults."""
     if not 0 < time_limit < float("inf"):
         raise planner.OptionsError(f"option --time-limit: found {time_limit}, wanted seconds, more than 0")
-    if not 0 <= gap < 1:
-        raise planner.OptionsError(f"option --gap: found {gap}, wanted a share of at least 0 and less than 1, such as 0.005")
     if not 1 <= threads <= MAX_THREADS:
         raise planner.OptionsError(f"option --threads: found {threads}, wanted a number from 1 to {MAX_THREADS}")
     if not 0 <= write_weight < float("inf"):
         raise planner.OptionsError(f"option --write-weight: found {write_weight}, wanted a number of at least 0")
-    return SolverSettings(time_limit_seconds=time_limit, gap=gap, threads=threads, write_weight=write_weight)
+    return SolverSettings(time_limit_seconds=time_limit, threads=threads, write_weight=write_weight)
 
 
 def as_options(message: str) -> str:

@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -186,7 +185,7 @@ def _drive(directory: Path, device: torch.device) -> Iterator[Finding]:
 
 
 def _speed(what: str, name: str, how: str, rates: LinkRates) -> Finding:
-    both = min(rates.duplex_write_bytes_per_second, rates.duplex_read_bytes_per_second)
+    both = min(each.duplex_bytes_per_second for each in rates)
     found = f"path {how!r}: {rates}"
     if name == "buffered":
         return Finding(
@@ -268,7 +267,7 @@ def measured_machine(storage: Sequence[Path], device: torch.device) -> MachineDe
         cache_bytes=cache,
         cache_bytes_per_second=_memory_rate(device, cache // 4) if cache else 0.0,
         launch_seconds=_LAUNCH_SECONDS if on_gpu else 0.0,
-        operator_seconds=_seconds(device, lambda: tiny.add_(1.0)) if on_gpu else 0.0,
+        operator_seconds=_seconds(lambda: tiny.add_(1.0)) if on_gpu else 0.0,
         gpu=gpu,
         hardware=_hardware(storage, device),
         sources=f"measured by teraio doctor, torch {torch.__version__}",
@@ -298,35 +297,26 @@ def _hardware(storage: Sequence[Path], device: torch.device) -> planner.Hardware
 def _matmul_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
     factor = torch.full((side, side), 1e-3, dtype=dtype, device=device)
     product = torch.empty_like(factor)
-    return 2.0 * side**3 / _seconds(device, lambda: torch.mm(factor, factor, out=product))
+    return 2.0 * side**3 / _seconds(lambda: torch.mm(factor, factor, out=product))
 
 
 def _memory_rate(device: torch.device, size_bytes: int) -> float:
     """Bytes read and written in a second by a copy within the device's memory."""
     source = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2.0 * size_bytes / _seconds(device, lambda: target.copy_(source))
+    return 2.0 * size_bytes / _seconds(lambda: target.copy_(source))
 
 
 def _host_update_rate() -> float:
     parameter = torch.zeros(_UPDATED_ELEMENTS)
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
-    return _UPDATED_ELEMENTS / _seconds(torch.device("cpu"), optimizer.step)
+    return _UPDATED_ELEMENTS / _seconds(optimizer.step)
 
 
-def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Return the seconds of one run of `work`: the mean of the faster half of some groups of runs."""
+def _seconds(work: Callable[[], object]) -> float:
+    """Return the seconds of one run of `work`, until the device has done it: the median of PyTorch's own measurement."""
+    from torch.utils.benchmark import Timer  # takes long to import
 
-    def group(runs: int) -> float:
-        began = time.perf_counter()
-        for _ in range(runs):
-            work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - began) / runs
-
-    group(1)  # the first run takes longer
-    runs = max(1, int(_SECONDS / 8 / max(group(1), 1e-7)))
-    found = sorted(group(runs) for _ in range(8))
-    return sum(found[:4]) / 4
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=_SECONDS).median

@@ -8,19 +8,12 @@ parameters are free to: those of the optimizer inside a `ZeroRedundancyOptimizer
 DTensors that are sharded over all ranks, of whose elements no other rank has a copy.
 
 [Note: Buckets]
-DistributedDataParallel copies gradients to buckets, which the ranks reduce, and copies the results back to `.grad`. With
-`gradient_as_bucket_view`, `.grad` is a view of the bucket. Buckets are its own: it writes to them when it wants. They count
-against the budget, and never move; gradients in them are no blocks. All other gradients are blocks as ever.
+DistributedDataParallel writes to its buckets when it wants. They count against the budget and never move; gradients in them are
+no blocks. See `docs/distributed.md`.
 
 [Note: Broadcasts of updates] At the end of the step of a `ZeroRedundancyOptimizer`, each rank sends the parameters that it has
 updated, and receives all others. Here that is a region of stages, each for a share of the parameters: they come to the device
-first, and stay until they have been sent or received. The iteration ends with the optimizer inside, so this region begins the
-next one, and a plan can bring in parameters behind it.
-
-Collectives and their order are those of PyTorch: rank by rank. So they begin after all updates. If a rank began when a part of
-its parameters is updated, the others would have to take its parameters in meanwhile, in the same order, while they need the room
-for states; and only the first rank could begin early, or all ranks would have to agree on another order, in which a rank that
-trains without these stages would wait for ever.
+first, and stay until they have been sent or received. `docs/distributed.md` says why they begin after all updates.
 """
 
 from __future__ import annotations

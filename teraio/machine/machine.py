@@ -19,6 +19,7 @@ import torch
 
 import planner
 from planner.errors import StorageFullError, UnsupportedError
+from planner.schema import Tier as AnyTier
 from planner.schema import WaitingTier
 from runtime.cpu import CheckedCpuMover, CpuMemory, CpuMover, system_tells
 from runtime.cuda import CudaMemory, CudaStreams, StreamMover, computing, cuda_candidates, measure_host_links
@@ -87,31 +88,24 @@ class OpenTier:
             busy_seconds=lambda: {link: each.busy_seconds for link, each in engine.links.items()},
         )
 
-    def links(self) -> tuple[planner.Link, planner.Link]:
+    def links(self) -> tuple[planner.Link, ...]:
         """Return the link to the tier and the link back, for the trace."""
-        name, rates, alone = self.tier.name, self.rates, self.alone
-        return (
+        outward: tuple[AnyTier, AnyTier] = ("device", self.tier.name)
+        return tuple(
             planner.Link(
-                from_tier="device",
-                to_tier=name,
+                from_tier=ends[0],
+                to_tier=ends[1],
                 path=self.path,
-                bytes_per_second=rates.write_bytes_per_second,
-                latency_seconds=rates.write_latency_seconds,
-                alone_bytes_per_second=None if alone is None else alone.write_bytes_per_second,
-            ),
-            planner.Link(
-                from_tier=name,
-                to_tier="device",
-                path=self.path,
-                bytes_per_second=rates.read_bytes_per_second,
-                latency_seconds=rates.read_latency_seconds,
-                alone_bytes_per_second=None if alone is None else alone.read_bytes_per_second,
-            ),
+                bytes_per_second=self.rates[way].bytes_per_second,
+                latency_seconds=self.rates[way].latency_seconds,
+                alone_bytes_per_second=None if self.alone is None else self.alone[way].bytes_per_second,
+            )
+            for way, ends in enumerate((outward, outward[::-1]))
         )
 
     def shared_rates(self) -> tuple[planner.SharedRate, ...]:
         """Return the rate that its two links share, if they slow each other down."""
-        both = self.rates.duplex_write_bytes_per_second + self.rates.duplex_read_bytes_per_second
+        both = sum(each.duplex_bytes_per_second for each in self.rates)
         links = self.links()
         if both >= _INDEPENDENT * sum(link.bytes_per_second for link in links):
             return ()
@@ -499,8 +493,7 @@ def _shared(tiers: list[OpenTier]) -> tuple[planner.SharedRate, ...]:
     if len(tiers) < 2:
         return ()
     host, storage = tiers
-    bus = ("bus, outward", host.rates.write_bytes_per_second), ("bus, inward", host.rates.read_bytes_per_second)
     return tuple(
-        planner.SharedRate(name=name, links=(host.links()[way].name, storage.links()[way].name), bytes_per_second=rate)
-        for way, (name, rate) in enumerate(bus)
+        planner.SharedRate(name=name, links=(one.name, other.name), bytes_per_second=one.bytes_per_second)
+        for name, one, other in zip(("bus, outward", "bus, inward"), host.links(), storage.links(), strict=True)
     )

@@ -16,7 +16,7 @@ from runtime import device as device_module
 from runtime.device import WallMark
 from runtime.execution import Phase, StageRun
 from runtime.paging import Block, Done, Pager
-from runtime.transfer import LinkRates
+from runtime.transfer import LinkRates, OneWay
 from teraio.following import IterationObserver
 from teraio.profiling import Iteration, Profile, build_profile
 
@@ -164,14 +164,7 @@ def hardware(rates: Mapping[str, float], *, latency: float = 0.0, **sizes: int) 
 def link_rates(write: float, read: float, *, latency: float = 0.0, duplex: tuple[float, float] | None = None) -> LinkRates:
     """What an engine measures, in bytes per second. duplex: of both ways at once, if that is less."""
     both = duplex or (write, read)
-    return LinkRates(
-        write_bytes_per_second=write,
-        read_bytes_per_second=read,
-        write_latency_seconds=latency,
-        read_latency_seconds=latency,
-        duplex_write_bytes_per_second=both[0],
-        duplex_read_bytes_per_second=both[1],
-    )
+    return LinkRates(OneWay(write, latency, both[0]), OneWay(read, latency, both[1]))
 
 
 def for_each_iteration(patch: pytest.MonkeyPatch, act: Callable[[Iteration], None]) -> None:

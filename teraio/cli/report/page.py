@@ -1,4 +1,4 @@
-"""A report as one HTML page that loads nothing: tables here, charts and long tables by `*.js` from its data."""
+"""A report as one HTML page that loads nothing: `page.html`, filled with tables here, with charts and long tables by `*.js`."""
 
 from __future__ import annotations
 
@@ -16,57 +16,6 @@ from teraio.cli.output import Column, Data, Table, exact_bytes, format_bytes, fo
 from teraio.cli.plan_summary import links_table, sweep_table
 from teraio.cli.report.content import KINDS, PHASES, STALL, style
 
-# What the page may load: nothing.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<title>{title}</title>
-<link rel="icon" href="data:,">
-<style>
-{css}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-<script type="application/json" id="report-data">{data}</script>
-<script>
-{js}</script>
-</body>
-</html>
-"""
-
-_MEMORY = """<section id="memory"><h2>Memory over the iteration</h2>
-<p class="faint">Predicted by the simulator. Time has the same scale in all charts. Point at a moment for the sizes; click for the
-largest blocks.</p>
-<ul class="legend">{legend}</ul>
-<div id="memory-charts"></div></section>"""
-
-_TIMELINE = """<section id="timeline"><h2>What happens when</h2>
-<p class="faint">Predicted by the simulator: one iteration of the steady state. Copies have the colours of their blocks' kinds, as
-above, and are as high as their rates. Point at something, or choose a lane (Tab) and use the arrow keys; + and - zoom, Escape
-shows all. Drag to move; a click pins, and shows the life of the block.</p>
-<div class="tools" role="toolbar" aria-label="Window of time">
-<button type="button" id="zoom-in" aria-label="Zoom in">+</button>
-<button type="button" id="zoom-out" aria-label="Zoom out">−</button>
-<button type="button" id="earlier" aria-label="Earlier">◀</button>
-<button type="button" id="later" aria-label="Later">▶</button>
-<button type="button" id="all">All</button>
-<span class="faint" id="window"></span></div>
-<ul class="legend">{legend}</ul>
-<div id="lanes"></div></section>
-<aside id="details" aria-label="What is chosen">
-<div id="told" role="status" aria-live="polite"></div><div id="life"></div></aside>
-<noscript><p>The charts, and the tables of stages, blocks and copies, need JavaScript.</p></noscript>"""
-
-# Tables that `tables.js` fills: all rows, sorted by a click on a column, searched.
-_ROWS = """<section id="{name}"><h2>{title}</h2><p class="faint">{told}</p><div class="rows"></div></section>"""
-
 
 class _Html(str):
     """Text that is HTML already. All other text is shown as it is, whatever it contains."""
@@ -76,22 +25,24 @@ def html_page(report: Data) -> str:
     """Return the page. Names from files are shown as text, whatever they contain."""
     facts = report["facts"]
     title = f"Plan for {_text(facts['name'])}"
-    sections = [
-        f"<h1>{title}</h1>",
-        _verdict(report),
-        _cards(report),
-        *_of_trace(facts),
-        _lengths(report["lengths"]),
-        _sweep(report["sweep"]),
-        _origin(report),
-    ]
+    rows = facts["timeline"]
+    phases = {stage["phase"] for stage in rows["stages"]} | ({"optimizer"} if rows["updates"] else set())
+    kinds = {kind for memory in (rows["unplanned"], rows["memory"]) for kind in memory["kinds"]}
     room = resources.files("teraio.cli.report")
-    return _PAGE.format(
-        policy=_POLICY,
+    page = room.joinpath("page.html").read_text("utf-8")
+    return page.format(
         title=title,
         css=style() + room.joinpath("report.css").read_text("utf-8"),
         js="\n".join(room.joinpath(name).read_text("utf-8") for name in ("charts.js", "tables.js", "report.js")),
-        body="\n".join(section for section in sections if section),
+        verdict=_verdict(report),
+        cards=_cards(report),
+        kinds=_legend(kind for kind in KINDS if kind in kinds),
+        phases=_legend([*(phase for phase in PHASES if phase in phases), *STALL]),
+        critical=_critical(facts["critical"]),
+        links=_section("links", "Links", "Predicted, for one iteration.", links_table(facts["links"], rows["seconds"])),
+        lengths=_lengths(report["lengths"]),
+        sweep=_sweep(report["sweep"]),
+        origin=_origin(report),
         # A name in the data must not end the script: no "<" of it is one of HTML.
         data=json.dumps(report, separators=(",", ":")).replace("<", "\\u003c"),
     )
@@ -192,26 +143,6 @@ def _cards(report: Data) -> str:
         for name, (figure, beneath) in cards.items()
     )
     return f'<dl class="cards" tabindex="0">{entries}</dl>'
-
-
-def _of_trace(facts: Data) -> list[str]:
-    rows = facts["timeline"]
-    phases = {stage["phase"] for stage in rows["stages"]} | ({"optimizer"} if rows["updates"] else set())
-    kinds = {kind for memory in (rows["unplanned"], rows["memory"]) for kind in memory["kinds"]}
-    links = links_table(facts["links"], rows["seconds"])
-    return [
-        _MEMORY.format(legend=_legend(kind for kind in KINDS if kind in kinds)),
-        _TIMELINE.format(legend=_legend([*(phase for phase in PHASES if phase in phases), *STALL])),
-        _critical(facts["critical"]),
-        _section("links", "Links", "Predicted, for one iteration.", links),
-        _ROWS.format(name="stages", title="Stages", told="Those that wait the longest come first."),
-        _ROWS.format(
-            name="blocks",
-            title="Blocks",
-            told="By size and longest idle time, in an iteration that never waits. A row pins the life of its block.",
-        ),
-        _ROWS.format(name="copies", title="Copies", told="In the order in which they begin, and why each is made."),
-    ]
 
 
 def _legend(looks: Iterable[str]) -> str:

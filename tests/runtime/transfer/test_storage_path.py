@@ -11,7 +11,7 @@ import pytest
 
 from planner.errors import StorageError, StorageFullError, StorageIOError, UnsupportedError
 from runtime.storage import PosixStore, Store
-from runtime.transfer import Engine, LinkRates, PathCandidate, StoragePath, choose_path, cpu_candidates, open_path
+from runtime.transfer import Engine, LinkRates, OneWay, PathCandidate, StoragePath, choose_path, cpu_candidates, open_path
 
 from ..memory import refuse_direct_io
 
@@ -27,14 +27,7 @@ def nothing_stays_open(tmp_path: Path) -> Iterator[None]:
 
 
 def rates(write: float, read: float) -> LinkRates:
-    return LinkRates(
-        write_bytes_per_second=2 * write,
-        read_bytes_per_second=2 * read,
-        write_latency_seconds=1e-4,
-        read_latency_seconds=1e-4,
-        duplex_write_bytes_per_second=write,
-        duplex_read_bytes_per_second=read,
-    )
+    return LinkRates(OneWay(2 * write, 1e-4, write), OneWay(2 * read, 1e-4, read))
 
 
 class QuickEngine(Engine):
@@ -95,7 +88,7 @@ def test_direct_io_is_taken_where_there_is_some(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.INFO, "teraio"):
         path = choose_path(cpu_candidates([tmp_path], budget_bytes=None), open_engine=QuickEngine)
     assert (path.name, path.store.direct, dict(path.refused)) == ("posix", True, {})
-    assert 1e5 < path.rates.duplex_read_bytes_per_second < 1e12
+    assert 1e5 < path.rates.read.duplex_bytes_per_second < 1e12
     (record,) = caplog.records
     assert record.levelno == logging.INFO and "storage path 'posix': writes " in record.getMessage()
     close(path)

@@ -54,7 +54,7 @@ def test_budgets_and_policy_reach_the_plan(run: RunCommand) -> None:
     assert "twice the host memory" not in {answer["what"] for answer in asked["answers"]}
 
 
-SOLVER_OPTIONS = ["--time-limit", "7", "--gap", "0.25", "--threads", "3", "--write-weight", "0.5"]
+SOLVER_OPTIONS = ["--time-limit", "7", "--threads", "3", "--write-weight", "0.5"]
 
 
 @pytest.mark.parametrize(("command", "device"), [("plan", "20"), ("sweep", "20:30:2")])
@@ -67,7 +67,7 @@ def test_what_the_solver_may_take_reaches_it(run: RunCommand, monkeypatch: pytes
 
     monkeypatch.setattr(planner, "plan", spy)
     assert run(command, CHAIN_FILE, "--device", device, "--policy", "g10", *SOLVER_OPTIONS).code == 0
-    wanted = {"policy": "g10", "time_limit_seconds": 7.0, "gap": 0.25, "threads": 3, "write_weight": 0.5}
+    wanted = {"policy": "g10", "time_limit_seconds": 7.0, "gap": 0.005, "threads": 3, "write_weight": 0.5}
     assert given and all(keywords == wanted for keywords in given)
     given.clear()
     assert run(command, CHAIN_FILE, "--device", device).code == 0
@@ -249,7 +249,6 @@ PLAN = ["plan", "--device", "20"]
         ([*PLAN, "--host", "0.5"], "option --host: found '0.5'"),
         ([*PLAN, "--policy", "luck"], "policy 'luck' is not known; the policies are: ilp, offload-only, checkpoint, teraio"),
         ([*PLAN, "--time-limit", "0"], "option --time-limit: found 0.0"),
-        ([*PLAN, "--gap", "1"], "option --gap: found 1.0, wanted a share of at least 0"),
         ([*PLAN, "-o", "/nowhere/plan.json"], "there is no directory /nowhere; create it first"),
         (["sweep", "--device", "20"], "wanted LOWEST:HIGHEST:COUNT"),
         (["sweep", "--device", "10:20:1"], "with a count from 2 to 1000"),
