@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-PACKAGES = ("teraio", "torch", "numpy", "highspy")
+PACKAGES = ("teraio", "torch", "numpy", "pulp", "highspy")
 IF_INSTALLED = ("triton", "kvikio-cu12", "kvikio-cu13")
 
 
