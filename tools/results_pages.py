@@ -28,6 +28,7 @@ _CPU = "2026-11-21T135641-amd_epycx2-stage_overhead-budget_sweep-rss-prediction-
 class Measured:
     """A training of the README's table on an H100. session, training: in the file. part: of the benchmarks, that trains it."""
 
+    file: str
     session: int
     training: str
     model: str
@@ -35,16 +36,19 @@ class Measured:
     part: str
 
 
-_PLANNED = "2026-11-27T014800-h100-planned.json"
-_PART_OF_8B = "gpu_headline --size llama-3-8b --each 5 --minutes 15"
-_OF_1B = "Llama-3.2-1B, H100"
+_PLANNED, _RIVALS = "2026-11-27T014800-h100-planned.json", "2026-11-28T031500-h100-rivals.json"
+_8B_H100, _OF_8B = "Llama-3-8B, H100", "gpu_headline --size llama-3-8b --each 5 --minutes 15"
+_1B_H100, _RIVALS_OF_8B = "Llama-3.2-1B, H100", "rivals --size llama-3-8b --each 5 --minutes 30"
 MEASURED = (
-    Measured(3, "8b-46", "Llama-3-8B, H100", "**teraio**; all that it takes: 92 GiB", _PART_OF_8B),
-    Measured(1, "1b-inductor", _OF_1B, "Inductor, all the memory that it takes", "gpu_headline"),
-    Measured(1, "1b-ckpt", _OF_1B, "Inductor, checkpointing", "gpu_budgets"),
-    Measured(1, "1b-70", _OF_1B, "**teraio**", "gpu_budgets"),
-    Measured(3, "1b-50p", _OF_1B, "**teraio**", "gpu_headline"),
-    Measured(3, "1b-30", _OF_1B, "**teraio**", "gpu_headline"),
+    Measured(_RIVALS, 1, "8b-50", _8B_H100, "**teraio**; all that it takes: 92 GiB", _OF_8B),
+    Measured(_RIVALS, 2, "8b-fsdp2-ckpt", _8B_H100, "FSDP2's `CPUOffloadPolicy`, checkpointing", _RIVALS_OF_8B),
+    Measured(_RIVALS, 1, "1b-inductor", _1B_H100, "Inductor, all the memory that it takes", "gpu_headline"),
+    Measured(_PLANNED, 1, "1b-ckpt", _1B_H100, "Inductor, checkpointing", "gpu_budgets"),
+    Measured(_PLANNED, 1, "1b-70", _1B_H100, "**teraio**", "gpu_budgets"),
+    Measured(_RIVALS, 1, "1b-50", _1B_H100, "**teraio**", "gpu_headline"),
+    Measured(_RIVALS, 2, "1b-zero-offload-ckpt", _1B_H100, "DeepSpeed's ZeRO-Offload, checkpointing", "rivals"),
+    Measured(_RIVALS, 2, "1b-fsdp2-ckpt", _1B_H100, "FSDP2's `CPUOffloadPolicy`, checkpointing", "rivals"),
+    Measured(_RIVALS, 1, "1b-30", _1B_H100, "**teraio**", "gpu_headline"),
 )
 
 
@@ -78,9 +82,9 @@ def results_table() -> str:
 
 def _on_h100() -> Iterator[str]:
     """Yield the rows of the trainings on a real H100."""
-    trainings = {(each["session"], each["training"]): each for each in json.loads((RESULTS / _PLANNED).read_text())["trainings"]}
     for row in MEASURED:
-        training = trainings[row.session, row.training]
+        trainings = json.loads((RESULTS / row.file).read_text())["trainings"]
+        training = next(each for each in trainings if (each["session"], each["training"]) == (row.session, row.training))
         speed = training["groups"][0]["tokens"] / median(group["seconds"] for group in training["groups"])
         gib = _gib(training["report"]["peak_reserved_bytes"] / 1e9)
         yield f"| {row.model} | {row.told} | {gib} | {speed:,.0f} | `--device cuda {row.part}` |"

@@ -75,13 +75,17 @@ class CudaCopier:
                 "memory (ulimit -l, or the container's)"
             ) from error
 
-    def copy(self, *, target: int, source: int, size_bytes: int) -> Callable[[], None]:
+    def copy(self, buffer: torch.Tensor, address: int, *, to_device: bool) -> Callable[[], None]:
         stream: torch.cuda.Stream | None = getattr(self._own, "stream", None)
         if stream is None:
             self._own.stream = stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         # A waiting thread must sleep: there are many of them, and the training thread needs its core.
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        cuda_streams.copy_by_driver(stream, target=target, source=source, size_bytes=size_bytes)
+        # By PyTorch, not by `copy_by_driver`: on an H100, the driver refused some reads that threads asked it for themselves.
+        memory = cuda_streams.device_memory(self._device, address, buffer.nbytes)
+        target, source = (memory, buffer) if to_device else (buffer, memory)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
         done.record(stream)
         return done.synchronize
 
@@ -99,7 +103,7 @@ class CudaMemory(TorchMemory):
         buffer: torch.Tensor | None = getattr(self._own, "buffer", None)
         if buffer is None or buffer.nbytes < size_bytes:
             self._own.buffer = buffer = self._copier.buffer(size_bytes)
-        self._copier.copy(target=buffer.data_ptr(), source=address, size_bytes=size_bytes)()
+        self._copier.copy(buffer[:size_bytes], address, to_device=False)()
         return super().bytes_at(buffer.data_ptr(), size_bytes)
 
 

@@ -35,7 +35,22 @@ def copy_by_driver(stream: torch.cuda.Stream, *, target: int, source: int, size_
         name = ctypes.c_char_p()
         _calls().cuGetErrorName(status, ctypes.byref(name))
         found = name.value.decode() if name.value else "unknown"
-        raise RuntimeError(f"CUDA error {status} ({found}) in a copy of {size_bytes:,} bytes from {source:#x} to {target:#x}")
+        raise RuntimeError(
+            f"CUDA error {status} ({found}) in a copy of {size_bytes:,} bytes from {source:#x} ({_known_range(source)}) to "
+            f"{target:#x} ({_known_range(target)})"
+        )
+
+
+_RANGE_BEGIN, _RANGE_SIZE = 11, 12  # CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, CU_POINTER_ATTRIBUTE_RANGE_SIZE
+
+
+def _known_range(address: int) -> str:
+    """Return in which allocation, mapping or registration an address is, as the driver knows it."""
+    begin, size = ctypes.c_uint64(), ctypes.c_size_t()
+    for value, attribute in ((begin, _RANGE_BEGIN), (size, _RANGE_SIZE)):
+        if _calls().cuPointerGetAttribute(ctypes.byref(value), attribute, ctypes.c_uint64(address)):
+            return "unknown to the driver"
+    return f"in {size.value:,} bytes from {begin.value:#x}"
 
 
 @functools.cache
@@ -54,6 +69,11 @@ _PAGE_BYTES = 20 << 20  # the allocator takes memory in such units
 _LEFT_BYTES = 64 << 20  # for small blocks, which have pages of their own
 _SMALL_BYTES = 1 << 20  # blocks up to this size
 _TRIES = 16  # to fill a gap: what is free elsewhere comes first
+
+
+def device_memory(device: torch.device, address: int, size_bytes: int) -> torch.Tensor:
+    """Return a tensor over bytes in the memory of a GPU. It owns nothing."""
+    return torch.as_tensor(DeviceBytes(address, size_bytes), device=device)
 
 
 class CudaEvent:
@@ -148,11 +168,11 @@ class CudaStreams:
 
     def fill(self, lane: Lane, address: int, size_bytes: int, value: int) -> None:
         with torch.cuda.stream(self._streams[lane]):
-            self._on_device(address, size_bytes).fill_(value)
+            device_memory(self.device, address, size_bytes).fill_(value)
 
     def read(self, lane: Lane, address: int, size_bytes: int) -> memoryview:
         with torch.cuda.stream(self._streams[lane]):  # a copy to pageable memory waits for the current stream
-            return self._on_device(address, size_bytes).cpu().numpy().data
+            return device_memory(self.device, address, size_bytes).cpu().numpy().data
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
         # To switch to the stream that is the current one would take longer than the rest.
@@ -235,10 +255,6 @@ class CudaStreams:
     def peak_bytes(self) -> int:
         """The highest `allocated_bytes` since the last reset."""
         return torch.cuda.max_memory_allocated(self.device)
-
-    def _on_device(self, address: int, size_bytes: int) -> torch.Tensor:
-        """Return a tensor over bytes in the memory of the device. It owns nothing."""
-        return torch.as_tensor(DeviceBytes(address, size_bytes), device=self.device)
 
 
 class AllocatorPieces:

@@ -100,8 +100,9 @@ class Copier(Protocol):
         """Return new host memory that the device copies from and to at full rate. It begins at a multiple of ALIGNMENT_BYTES.
         May take some milliseconds."""
 
-    def copy(self, *, target: int, source: int, size_bytes: int) -> Callable[[], None]:
-        """Begin to copy between two addresses. Never waits. The caller owns the memory until the copy has ended.
+    def copy(self, buffer: torch.Tensor, address: int, *, to_device: bool) -> Callable[[], None]:
+        """Begin to copy between a part of a buffer and as many bytes of device memory. Never waits. The caller owns the memory
+        until the copy has ended.
 
         What is returned waits until all bytes have arrived. May be called again. Raises the error that stopped the copy.
         """
@@ -150,7 +151,7 @@ class StagedStore(PosixStore):
             def fetch(number: int) -> Callable[[], None]:
                 begin, size = content_of(slot, parts[number])
                 source = address + parts[number].slot_offset_bytes + begin
-                wait = self._copier.copy(target=buffers[number % 2].data_ptr() + begin, source=source, size_bytes=size)
+                wait = self._copier.copy(buffers[number % 2][begin : begin + size], source, to_device=False)
                 copies.callback(wait)  # after an error too: the next call uses the buffers again
                 return wait
 
@@ -171,7 +172,7 @@ class StagedStore(PosixStore):
                 self._read_part(slot, part, _slot_at(buffer, part))
                 begin, size = content_of(slot, part)
                 target = address + part.slot_offset_bytes + begin
-                begun.append(self._copier.copy(target=target, source=buffer.data_ptr() + begin, size_bytes=size))
+                begun.append(self._copier.copy(buffer[begin : begin + size], target, to_device=True))
                 copies.callback(begun[-1])
 
     def _free_everything(self) -> None:

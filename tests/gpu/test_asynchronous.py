@@ -117,7 +117,7 @@ def test_the_trace_and_the_status_tell_the_ways_and_their_rates(budgets: dict[st
     assert set(links) == set(run.progress[-1].moved_bytes)
     for name in ("device->host", "host->device"):
         assert links[name].path == "copies by the GPU, pinned memory"
-        assert 1e9 < links[name].bytes_per_second < 1e12 and 0 < links[name].latency_seconds < 1e-3
+        assert 1e9 < links[name].bytes_per_second < 1e12 and 0 < links[name].latency_seconds < 0.1
     for name in ("device->storage", "storage->device"):
         assert links[name].path in ("staged", "kvikio")
         assert links[name].bytes_per_second > 1e7

@@ -103,7 +103,7 @@ class FakeCuda:
             made(streams, torch.device("cuda", 0))
             streams.device = CPU
 
-        def on_device(self: object, address: int, size_bytes: int) -> torch.Tensor:
+        def device_memory(device: object, address: int, size_bytes: int) -> torch.Tensor:
             return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
 
         def copy(stream: Stream, *, target: int, source: int, size_bytes: int) -> None:
@@ -114,7 +114,7 @@ class FakeCuda:
 
         monkeypatch.setattr(CudaStreams, "__init__", make)
         monkeypatch.setattr(cuda_streams, "copy_by_driver", copy)
-        monkeypatch.setattr(CudaStreams, "_on_device", on_device)
+        monkeypatch.setattr(cuda_streams, "device_memory", device_memory)
         monkeypatch.setattr(storage_paths.CudaCopier, "buffer", buffer)
         refused = "CUDA error 1 (refused)"
         monkeypatch.setattr(CudaPinner, "_register", lambda self_, address, size: None if self.pins else refused)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,38 +44,47 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Stream | None]]:
         def synchronize(self) -> None:
             log.append(("wait", None))
 
-    def copy(stream: Stream, *, target: int, source: int, size_bytes: int) -> None:
-        ctypes.memmove(target, source, size_bytes)
+    @contextlib.contextmanager
+    def in_stream(stream: Stream) -> Iterator[None]:
+        yield
         log.append(("copy", stream))
+
+    def device_memory(device: torch.device, address: int, size_bytes: int) -> torch.Tensor:
+        return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(streams, "copy_by_driver", copy)
+    monkeypatch.setattr(torch.cuda, "stream", in_stream)
+    monkeypatch.setattr(streams, "device_memory", device_memory)
     return log
 
 
-def memory() -> ctypes.Array[ctypes.c_char]:
-    return ctypes.create_string_buffer(os.urandom(SIZE), SIZE)
+def memory() -> torch.Tensor:
+    return torch.frombuffer(bytearray(os.urandom(SIZE)), dtype=torch.uint8)
 
 
-def test_bytes_go_from_source_to_target_and_only_the_copy_is_waited_for(log: list[tuple[str, Stream | None]]) -> None:
+@pytest.mark.parametrize("to_device", [True, False])
+def test_bytes_go_from_source_to_target_and_only_the_copy_is_waited_for(
+    log: list[tuple[str, Stream | None]], to_device: bool
+) -> None:
     copier = CudaCopier(torch.device("cuda"))
-    target, source = memory(), memory()
-    expected = target.raw[:4096] + source.raw[4096:6000] + target.raw[6000:]
-    wait = copier.copy(target=ctypes.addressof(target) + 4096, source=ctypes.addressof(source) + 4096, size_bytes=6000 - 4096)
+    buffer, device = memory(), memory()
+    target, source = (device, buffer) if to_device else (buffer, device)
+    expected = torch.cat([target[:4096], source[4096:6000], target[6000:]])
+    wait = copier.copy(buffer[4096:6000], device.data_ptr() + 4096, to_device=to_device)
     assert [name for name, _ in log] == ["copy", "record"]
     wait()
     assert [name for name, _ in log] == ["copy", "record", "wait"]
-    assert target.raw == expected
+    assert torch.equal(target, expected)
 
 
 def test_each_thread_copies_in_a_stream_of_its_own(log: list[tuple[str, Stream | None]]) -> None:
     copier = CudaCopier(torch.device("cuda"))
-    target, source = memory(), memory()
+    buffer, device = memory(), memory()
 
     def copy(_: int) -> None:
-        copier.copy(target=ctypes.addressof(target), source=ctypes.addressof(source), size_bytes=SIZE)()
+        copier.copy(buffer, device.data_ptr(), to_device=True)()
 
     copy(0)
     copy(0)

@@ -169,10 +169,12 @@ class SlowCopier:
         self._ranges.append(range(made.data_ptr(), made.data_ptr() + size_bytes))
         return made
 
-    def copy(self, *, target: int, source: int, size_bytes: int) -> Callable[[], None]:
-        out, into = (any(address in each for each in self._ranges) for address in (target, source))
-        assert out is not into  # one side is a buffer, the other one is the device
-        return self._begin("out" if out else "in", target, source, size_bytes).join
+    def copy(self, buffer: torch.Tensor, address: int, *, to_device: bool) -> Callable[[], None]:
+        held = buffer.data_ptr()
+        assert any(held in each and held + buffer.nbytes - 1 in each for each in self._ranges)
+        if to_device:
+            return self._begin("in", address, held, buffer.nbytes).join
+        return self._begin("out", held, address, buffer.nbytes).join
 
     def _begin(self, direction: str, target_address: int, source_address: int, size_bytes: int) -> SlowCopy:
         return SlowCopy(target_address, source_address, size_bytes, self._random.choice((0.0, 0.0005, 0.002)))
