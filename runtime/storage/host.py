@@ -7,6 +7,7 @@ import errno
 import logging
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -54,7 +55,7 @@ class HostStore(Store):
                 "leave it out"
             )
         check_host_memory(size, host_limits() if limits is None else limits)
-        self._pinner: CudaPinner | None = None
+        self._unpin: weakref.finalize[[int, int], HostStore] | None = None
         try:
             with ExitStack() as undo:
                 self._descriptor = os.memfd_create("teraio-host")
@@ -80,7 +81,7 @@ class HostStore(Store):
     @property
     def pinned(self) -> bool:
         """True if the slab is pinned."""
-        return self._pinner is not None
+        return self._unpin is not None
 
     def address_of(self, extent: Extent) -> int:
         """Return where an extent of this store begins in this process's memory. Valid until `close`."""
@@ -129,13 +130,13 @@ class HostStore(Store):
         return [size_bytes]
 
     def _free_ranges(self, ranges: Sequence[FilePlace]) -> None:
-        if self._pinner is None:  # the driver holds pinned pages until all of them are unpinned
+        if self._unpin is None:  # the driver holds pinned pages until all of them are unpinned
             super()._free_ranges(ranges)
 
     def _free_everything(self) -> None:
-        if self._pinner is not None:
-            self._pinner.unpin(self.address, self.capacity_bytes)
-            self._pinner = None
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
         self._open.close()  # gives the memory back to the system, unless it is mapped elsewhere too
 
     def _pin(self, pinner: CudaPinner) -> None:
@@ -143,8 +144,9 @@ class HostStore(Store):
             pinner.pin(self.address, self.capacity_bytes)
         except StorageError as error:
             _log.warning("host memory is not pinned, and copies will be slower: %s", error)
-        else:
-            self._pinner = pinner
+        else:  # also where nobody closes the store: its memory must not be freed before
+            self._unpin = weakref.finalize(self, pinner.unpin, self.address, self.capacity_bytes)
+            self._unpin.atexit = False
 
     def _prefault(self, processors: frozenset[int] | None) -> None:
         """Take all pages from the system, in several threads that run on `processors`.

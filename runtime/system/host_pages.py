@@ -105,8 +105,15 @@ class CudaPinner:
         _in_separate_thread(lambda: self._pin(address, size_bytes))
 
     def unpin(self, address: int, size_bytes: int) -> None:
-        """Undo `pin` of the same range. To be called before the memory is freed."""
-        _in_separate_thread(lambda: [self._unregister(chunk) for chunk, _ in _chunks(address, size_bytes)])
+        """Undo `pin` of the same range. To be called before the memory is freed: the driver would take what lies there next for
+        pinned memory, and refuse copies. A warning says if it does not let go."""
+
+        def unpin() -> None:
+            for chunk, length in _chunks(address, size_bytes):
+                if (failure := self._unregister(chunk)) is not None:
+                    _log.warning("%s bytes of host memory stay pinned at %#x: %s", f"{length:,}", chunk, failure)
+
+        _in_separate_thread(unpin)
 
     def _pin(self, address: int, size_bytes: int) -> None:
         with ExitStack() as undo:

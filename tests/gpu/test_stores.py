@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from planner.errors import StorageError, UnsupportedError
+from runtime.cuda import CudaStreams
 from runtime.cuda.storage_paths import CudaCopier
+from runtime.device import OUTWARD
 from runtime.storage import ALIGNMENT_BYTES, HostStore, KvikioStore, StagedStore, Store, load_kvikio
 from runtime.system import PIN_CHUNK_BYTES, CudaPinner
 
@@ -98,10 +101,10 @@ def test_copies_do_not_wait_for_the_default_stream() -> None:
     kernel = torch.cuda.Event()
     torch.cuda._sleep(2_000_000_000)  # about a second
     kernel.record()
-    copier.copy(target=buffer.data_ptr(), source=device.address, size_bytes=MIB)()
+    copier.copy(buffer, device.address, to_device=False)()
     assert not kernel.query()
     assert ctypes.string_at(buffer.data_ptr(), MIB) == expected
-    copier.copy(target=device.address, source=buffer.data_ptr(), size_bytes=MIB)()
+    copier.copy(buffer, device.address, to_device=True)()
     assert not kernel.query()
     torch.cuda.synchronize()
 
@@ -110,10 +113,20 @@ def test_a_slab_of_several_chunks_is_pinned_and_given_back() -> None:
     store = HostStore(PIN_CHUNK_BYTES + 64 * MIB, pinner=CudaPinner(CUDA))
     slot = store.allocate(store.capacity_bytes, "all of it")
     assert store.pinned and len(slot.extents) == 2
-    device, copier = GpuBytes(64 * MIB, True), CudaCopier(CUDA)
-    copier.copy(target=store.address_of(slot.extents[1]), source=device.address, size_bytes=64 * MIB)()
-    assert ctypes.string_at(store.address_of(slot.extents[1]), 64 * MIB) == device.content
+    device, streams = GpuBytes(64 * MIB, True), CudaStreams(CUDA)
+    host = store.address_of(slot.extents[1])
+    streams.copy(OUTWARD, target=host, source=device.address, size_bytes=64 * MIB)
+    streams.record(OUTWARD).wait()
+    assert ctypes.string_at(host, 64 * MIB) == device.content
     store.close()
+
+
+def test_a_slab_that_nobody_closes_is_given_back_before_its_memory_is_freed() -> None:
+    for _ in range(3):  # the next one may lie where the last one was
+        store = HostStore(64 * MIB, pinner=CudaPinner(CUDA))
+        assert store.pinned
+        del store
+        gc.collect()
 
 
 def test_a_failed_pin_leaves_no_error_behind() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -50,6 +51,15 @@ def test_the_slab_is_pinned_whole_and_given_back_after_that() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
     assert f"{address:x}-" not in Path("/proc/self/maps").read_text()
+
+
+def test_what_nobody_closes_is_unpinned_before_its_memory_is_freed() -> None:
+    pinner = RecordingPinner()
+    store = HostStore(4 * MIB, pinner=pinner)
+    address = store.address
+    del store
+    gc.collect()
+    assert pinner.calls == [("pin", address, 4 * MIB), ("unpin", address, 4 * MIB)]
 
 
 def test_a_broken_pinner_keeps_no_memory() -> None:
