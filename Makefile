@@ -7,7 +7,7 @@
 # PIP_ARGS=...    handed to pip install
 # CHROMIUM=...    a Chromium for make test-browser                     (default: Playwright's, which it downloads)
 # TORCHES=...     for make wheel: folders site-packages/torch of more PyTorchs to compile the C++ functions for  (default: that of VENV only)
-# WORKERS=...     processes that make test runs the tests in, 0 for none beside itself  (default: 2)
+# WORKERS=...     processes that make test runs the tests in, 0 for none beside itself  (default: 3)
 # MADE_UP_ENVS=... for make test-made-up-gpu: environments that have the CUDA build of torch  (default: it makes them, 4.5 GB each)
 # ARGS=...        handed to the demo, to pytest (make test, make soak, make test-gpu) or to the benchmark
 SHELL := /bin/bash
@@ -19,7 +19,7 @@ PIP_ARGS ?=
 CHROMIUM ?=
 MADE_UP_ENVS ?=
 TORCHES ?=
-WORKERS ?= 2
+WORKERS ?= 3
 ARGS ?=
 TORCH := torch==2.13.0
 # pip compiles nothing (--no-compile), so what the first process imports is kept for the others, whatever the caller's settings are.
