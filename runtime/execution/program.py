@@ -31,6 +31,8 @@ class Stage:
     repeatable: whether it may simply run once more where it ran out of memory: it writes nothing in place and draws no numbers.
     never_again: of a forward stage: why it must not run again in the backward pass, in plain words; "" if it may.
     has_class_loss: whether it computes a loss over classes, such as the words of a vocabulary, or its gradient.
+    code: equal for stages with the same code and sizes: they take as long, and need the same workspace. Compiled code lives as
+    long as its compiler.
     """
 
     name: str
@@ -49,17 +51,15 @@ class Stage:
     repeatable: bool = False
     never_again: str = ""
     has_class_loss: bool = False
+    code: Hashable = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "code", (id(self.run), self.input_bytes, self.output_bytes))
 
     @property
     def need_bytes(self) -> int:
         """What it needs on the device at once, estimated."""
         return self.input_bytes + self.output_bytes + self.workspace_bytes + self.waiting_bytes
-
-    @property
-    def code(self) -> Hashable:
-        """Equal for stages with the same code and sizes: they take as long, and need the same workspace. Compiled code lives as
-        long as its compiler."""
-        return id(self.run), self.input_bytes, self.output_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
-from runtime.device import Mark
 from runtime.execution import StageRerun, StageRun
 from runtime.paging import Block, Pager
 from runtime.system import annotate
@@ -29,6 +28,7 @@ class IterationObserver:
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
         self.recorder = IterationRecorder(pager)
+        self.mark = self.recorder.mark
         self.plan = PlanCursor(pager)
         self._next_uses: dict[int, Sequence[int]] = {}  # by position in the plan
         self._next_uses_under: StageSchedule | None = None
@@ -44,9 +44,6 @@ class IterationObserver:
         self._pager.take_late()  # forget what a failed stage waited for
         self._pager.advance_clock()  # the user code before the region counts as one stage
         self.plan.region_begins(identity, stage_count)
-
-    def mark(self) -> Mark:
-        return self.recorder.mark()
 
     def stage_reached(self) -> Sequence[Block]:
         return self.plan.to_prefetch(self.plan.position) if self.plan.in_step else ()

@@ -182,7 +182,7 @@ def _digest(program: Program) -> str:
     """Return a hash of the stages of a graph, its blocks and, unless inputs vary in size, of their sizes. The same in every
     process."""
     sized = program.resize is None
-    stages = [_values(stage, without=("run", "never_again"), sized=sized) for stage in program.stages]
+    stages = [_values(stage, without=("run", "code", "never_again"), sized=sized) for stage in program.stages]
     return _hash(repr((_values(program, without=("identity", "stages", "resize", "sizes"), sized=sized), stages)))
 
 

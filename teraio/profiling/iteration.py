@@ -44,9 +44,9 @@ class StageRecord:
     host_seconds: float | None = None
     on_host: bool = False
     collective_seconds: float = 0.0
-    read: tuple[Block, ...] = ()
-    made: tuple[Block, ...] = ()
-    written: tuple[Block, ...] = ()
+    read: Sequence[Block] = ()
+    made: Sequence[Block] = ()
+    written: Sequence[Block] = ()
     never_again: str = ""
     late: LateBlocks = ()
     code: Hashable = None

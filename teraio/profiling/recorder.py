@@ -31,7 +31,9 @@ class IterationRecorder:
     """Records iterations. All calls are for the training thread; none waits.
 
     sampled: whether it is enough to time the stages of some iterations, see [Note: Sampled times]. previous: the iteration that
-    ended last. region: the one that runs now, or ran last. stage_count: number of its stages, without user code.
+    ended last. region: the one that runs now, or ran last. stage_count: number of its stages, without user code. previous_region:
+    the one in its place in the previous iteration, if that ran the same graph or optimizer. Whatever the sizes were: stages use
+    the same blocks at all sizes.
     """
 
     def __init__(self, pager: Pager) -> None:
@@ -40,6 +42,7 @@ class IterationRecorder:
         self.sampled = False
         self.previous: Iteration | None = None
         self.region = Region(identity=None, first=0)
+        self.previous_region: Region | None = None
         self.stage_count = 0
         self._iteration = Iteration(number=0)
         self._recording = False
@@ -71,18 +74,6 @@ class IterationRecorder:
         made = (block for region in self._iteration.regions for block in region.made)
         return any(block.kind == "gradient" and not block.dead for block in made)
 
-    @property
-    def previous_region(self) -> Region | None:
-        """The region of the previous iteration in the place of the current one, if it ran the same graph or optimizer.
-
-        Whatever the sizes were: stages use the same blocks at all sizes.
-        """
-        place = len(self._iteration.regions) - 1
-        regions = self.previous.regions if self._recording and self.previous is not None else []
-        if not 0 <= place < len(regions):
-            return None
-        return regions[place] if graph_of(regions[place].identity) == graph_of(self.region.identity) else None
-
     # -- stages
 
     def mark(self) -> Mark:
@@ -99,9 +90,13 @@ class IterationRecorder:
         region.stages.append(user)
         self.stage_count = stage_count
         parked = self.woken()
-        self.region, self._recording = region, self._has_room(region)
+        self.region, self._recording, self.previous_region = region, self._has_room(region), None
         if not self._recording:
             return
+        place = len(self._iteration.regions)
+        if self.previous is not None and place < len(self.previous.regions):
+            before = self.previous.regions[place]
+            self.previous_region = before if graph_of(before.identity) == graph_of(identity) else None
         if self._iteration.timed:
             self._iteration.untimed.append((user, self._user_code_began, parked or self._last_end))
         self._iteration.regions.append(region)
@@ -146,8 +141,18 @@ class IterationRecorder:
     def stage_ended(self, run: StageRun, late: LateBlocks) -> None:
         """Record a stage. late: see `StageRecord`."""
         record = StageRecord(
-            **{name: value for name, value in run._asdict().items() if name not in ("begin", "end", "next_uses")},
+            name=run.name,
+            phase=run.phase,
+            workspace_bytes=run.workspace_bytes,
+            elements=run.elements,
+            host_seconds=run.host_seconds,
+            collective_seconds=run.collective_seconds,
+            read=run.read,
+            made=run.made,
+            written=run.written,
+            never_again=run.never_again,
             late=late,
+            code=run.code,
             retried=self._has_retried(),
         )
         self._measure(record, run.begin, run.end)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from planner.errors import StorageFullError
 from runtime.cpu import CpuMemory
-from runtime.execution import Stage, WorkspaceMeter, run_managed, run_plain
+from runtime.execution import WorkspaceMeter, run_managed, run_plain
 from runtime.paging import Block, Pager, State
 
 from ..memory_mover import UNIT, Bench
@@ -56,7 +56,7 @@ def test_what_is_not_needed_any_more_is_freed_inside_a_stage() -> None:
         return (doubled,)
 
     base = stage("look", look, (0,), (1,), frees=(0,))
-    plan = program(Stage(**{name: getattr(base, name) for name in base.__slots__} | {"run": boxed}), inputs=1, results=(1,))
+    plan = program(replace(base, run=boxed), inputs=1, results=(1,))
     arguments = [probe]
     del probe
     run_plain(plan, arguments)
