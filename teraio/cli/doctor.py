@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
+import mmap
 import os
 import platform
 import shutil
@@ -17,7 +19,7 @@ import planner
 from planner.errors import StorageError, TeraioError, UnsupportedError, format_bytes
 from planner.schema import FrozenModel
 from runtime.cuda import cuda_candidates
-from runtime.storage import HostStore, KvikioStore, load_kvikio
+from runtime.storage import KvikioStore, load_kvikio
 from runtime.system import CudaPinner, host_limits, locked_limit, machine_cores, native, storage_swap
 from runtime.transfer import Engine, LinkRates, TorchMemory, choose_path, cpu_candidates
 from teraio.capturing import GpuModel, MachineDescription
@@ -142,8 +144,11 @@ def _memory() -> Iterator[Finding]:
 
 
 def _pinning() -> Finding:
+    pinner, memory = CudaPinner(torch.device("cuda")), mmap.mmap(-1, _PINNED_BYTES)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     try:
-        HostStore(_PINNED_BYTES, pinner=CudaPinner(torch.device("cuda"))).close()
+        pinner.pin(address, _PINNED_BYTES)
+        pinner.unpin(address, _PINNED_BYTES)
     except StorageError as error:
         return Finding(
             what="pinned memory",

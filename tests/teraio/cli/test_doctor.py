@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from planner.errors import UnsupportedError
-from runtime.system import storage_swap
+from runtime.system import CudaPinner, storage_swap
 from teraio.capturing import MachineDescription
 from teraio.cli.doctor import Examination, Finding, examine
 
@@ -53,6 +53,14 @@ def test_without_a_compiler_or_the_gpu_of_its_pytorch(monkeypatch: pytest.Monkey
     (functions,), (compiler,), (gpu,) = (named(found, what) for what in ("C++ functions", "C++ compiler", "GPU"))
     assert "g++" in functions.remedy and compiler.found == "none" and 'codegen="eager"' in compiler.effect
     assert gpu.verdict == "missing" and "nvidia-smi" in gpu.remedy
+
+
+def test_host_memory_that_the_driver_does_not_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaPinner, "_register", lambda *_: "CUDA error 304 (not permitted)")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    (pinned,) = named(examine([], CPU), "pinned memory")
+    assert pinned.verdict == "slow" and "error 304" in pinned.found and "ulimit -l" in pinned.remedy
 
 
 def test_this_machine_is_described_for_captures(run: RunCommand, tmp_path: Path) -> None:
