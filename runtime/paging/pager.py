@@ -17,10 +17,10 @@ import torch
 from planner.errors import StorageFullError, UnsupportedError
 from planner.schema import WaitingTier
 from runtime.device import MIN_MOVED_BYTES, CpuDevice, Device
-from runtime.paging.around import POLL_SECONDS, Closing, Lending, Parking, Stages
 from runtime.paging.block import OFFLOADED, ON_DEVICE, PLAIN, UNNAMED, Block, holder_of
+from runtime.paging.eviction import PrefetchQueue, RoomMaker, StagePieces
 from runtime.paging.mover import Mover, NullMover
-from runtime.paging.room import PrefetchQueue, RoomMaker, StagePieces
+from runtime.paging.stage_memory import POLL_SECONDS, Closing, Lending, Parking, Stages
 from runtime.paging.state import NO_LIMIT, BlockTable, CopySignal, MemoryAccount, PagerState
 from runtime.paging.transitions import BlockTransitions
 
@@ -29,7 +29,7 @@ class Pager(Stages):
     """All blocks of one device, under one budget. What the executor, the observer and the optimizer's steps call.
 
     Only the training thread may call it, unless a method says otherwise. Each method takes the lock, see [Note: Locking]. What
-    goes on around a stage, such as `region`, `acquire` and `retire`, comes from `Stages` in `around.py`.
+    goes on around a stage, such as `region`, `acquire` and `retire`, comes from `Stages` in `stage_memory.py`.
 
     mover: copies blocks; None if there is nowhere to move them to. device: where the stages run.
     budget_bytes: hard limit, see `MemoryAccount`; None for no limit.

@@ -148,7 +148,7 @@ class Iteration:
         """Let a stage that took far longer than those with the same code take as long as they did. Return the seconds left over.
 
         On an asynchronous device nothing slows kernels down so much: the device waited within the stage, mostly for the
-        allocator, which had to take memory away, see [Note: Memory in pieces] in `runtime.paging.room`.
+        allocator, which had to take memory away, see [Note: Memory in pieces] in `runtime.paging.eviction`.
         """
         alike: dict[Hashable, list[StageRecord]] = {}
         for stage in self.stages:

@@ -13,7 +13,7 @@ from torch import Tensor
 import teraio
 from runtime.cpu import CpuMemory
 from runtime.paging import State
-from runtime.paging.around import HELD, NO_ROOM, TOO_SMALL
+from runtime.paging.stage_memory import HELD, NO_ROOM, TOO_SMALL
 
 from ..training import MIB, Training, mean_square_step, pagers, random_rows, unequal, weights_of_1_mib
 from .virtual import BLOCK_BYTES, IN, STAGES, VirtualTraining

@@ -225,7 +225,7 @@ def test_blocks_that_do_not_get_there_update_on_the_device(tmp_path: Path, monke
         if any(owned.tensor.numel() for owned in parameters):
             time.sleep(0.005)
 
-    monkeypatch.setattr("runtime.paging.around.Lending.lend_memory", refuse)
+    monkeypatch.setattr("runtime.paging.stage_memory.Lending.lend_memory", refuse)
     monkeypatch.setattr(subgroup_steps, "run_step", slow)
     for_each_iteration(monkeypatch, lambda i: seconds.append([stage.seconds for stage in i.stages if stage.elements]))
     expected, found = on_host(case, tmp_path)

@@ -24,8 +24,8 @@ import torch
 from planner.errors import StorageError
 from runtime.device import MIN_MOVED_BYTES, DeviceMemoryError
 from runtime.paging.block import DROPPED, OFFLOADED, OFFLOADING, ON_DEVICE, PREFETCHING, UPDATING, Block
+from runtime.paging.eviction import PrefetchQueue, RoomMaker, StagePieces, by_next_use, out_of_memory
 from runtime.paging.mover import in_file
-from runtime.paging.room import PrefetchQueue, RoomMaker, StagePieces, by_next_use, out_of_memory
 from runtime.paging.state import PagerPart, PagerState, awaited
 from runtime.paging.transitions import BlockTransitions
 from runtime.storage import RangeCopy
