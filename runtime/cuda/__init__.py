@@ -1,5 +1,5 @@
 """An NVIDIA GPU as the device tier."""
 
+from runtime.cuda.drive_paths import CudaMemory, computing, cuda_candidates, measure_host_links
 from runtime.cuda.mover import StreamMover
-from runtime.cuda.storage_paths import CudaMemory, computing, cuda_candidates, measure_host_links
 from runtime.cuda.streams import CudaStreams

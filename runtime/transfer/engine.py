@@ -18,7 +18,7 @@ import torch
 
 from planner.errors import StorageError, StorageFullError, UnsupportedError
 from runtime.storage import ALIGNMENT_BYTES, Checksums, Chunk, ChunkIO, Slot, Store, UnchangedChunks, align_up, compare_file
-from runtime.transfer.link import Link, OnDone, Ready, Transfer
+from runtime.transfer.link_queue import Link, OnDone, Ready, Transfer
 
 _EXIT_SECONDS = 5.0  # how long the exit of the interpreter waits for chunks that are moving, over all threads
 

@@ -13,7 +13,7 @@ import torch
 
 from planner.errors import StorageError, UnsupportedError
 from runtime.cuda import CudaStreams
-from runtime.cuda.storage_paths import CudaCopier
+from runtime.cuda.drive_paths import CudaCopier
 from runtime.device import OUTWARD
 from runtime.storage import ALIGNMENT_BYTES, HostStore, KvikioStore, StagedStore, Store, load_kvikio
 from runtime.system import PIN_CHUNK_BYTES, CudaPinner

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from runtime.cuda import CudaStreams
-from runtime.cuda.storage_paths import CudaCopier
+from runtime.cuda.drive_paths import CudaCopier
 from runtime.device import Lane
 from runtime.paging import Tier
 from runtime.storage import HostStore, StagedStore

@@ -14,7 +14,7 @@ import torch
 
 from planner.errors import StorageError, UnsupportedError
 from runtime.cuda import cuda_candidates, streams
-from runtime.cuda.storage_paths import CudaCopier
+from runtime.cuda.drive_paths import CudaCopier
 from runtime.storage import ALIGNMENT_BYTES
 from runtime.storage import kvikio as kvikio_file
 from runtime.transfer import PathCandidate
