@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.cuda import storage_paths
+from runtime.cuda import drive_paths
 from runtime.transfer import Engine
 from teraio.registry import REGISTRY
 from teraio.stages import CutPolicy
@@ -61,7 +61,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def quick_measurements_on_a_made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor needs half a minute for the products that keep a real GPU busy for a millisecond. The rates mean nothing."""
     if MADE_UP:
-        monkeypatch.setattr(storage_paths, "_SIDE", 64)
+        monkeypatch.setattr(drive_paths, "_SIDE", 64)
         monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, 1 << 20))
 
 

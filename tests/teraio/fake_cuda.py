@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from runtime.cuda import CudaStreams, storage_paths
+from runtime.cuda import CudaStreams, drive_paths
 from runtime.cuda import streams as cuda_streams
 from runtime.system import CudaPinner
 from runtime.transfer import aligned
@@ -109,13 +109,13 @@ class FakeCuda:
         def copy(stream: Stream, *, target: int, source: int, size_bytes: int) -> None:
             ctypes.memmove(target, source, size_bytes)
 
-        def buffer(copier: storage_paths.CudaCopier, size_bytes: int) -> torch.Tensor:
+        def buffer(copier: drive_paths.CudaCopier, size_bytes: int) -> torch.Tensor:
             return aligned(lambda size: torch.empty(size, dtype=torch.uint8), size_bytes)
 
         monkeypatch.setattr(CudaStreams, "__init__", make)
         monkeypatch.setattr(cuda_streams, "copy_by_driver", copy)
         monkeypatch.setattr(cuda_streams, "device_memory", device_memory)
-        monkeypatch.setattr(storage_paths.CudaCopier, "buffer", buffer)
+        monkeypatch.setattr(drive_paths.CudaCopier, "buffer", buffer)
         refused = "CUDA error 1 (refused)"
         monkeypatch.setattr(CudaPinner, "_register", lambda self_, address, size: None if self.pins else refused)
         monkeypatch.setattr(CudaPinner, "_unregister", lambda self_, address: None)

@@ -17,7 +17,7 @@ from runtime.transfer import Transfer
 from ...line_tracing import ROOT, Place, can_run_out_of_memory
 from .gate import CHUNK, link_over, nothing, slot
 
-WATCHED = tuple(str(ROOT / f"runtime/transfer/{name}.py") for name in ("link", "transfer"))
+WATCHED = str(ROOT / "runtime/transfer/link_queue.py")
 BAD = "bad"
 
 
@@ -33,7 +33,7 @@ class Injector:
 
     def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         name = frame.f_code.co_filename
-        if name not in WATCHED:
+        if name != WATCHED:
             return None
         if event == "line" and can_run_out_of_memory(frame.f_code, frame.f_lineno):
             place = Place(name.removeprefix(f"{ROOT}/"), frame.f_lineno)
