@@ -36,7 +36,8 @@ class Instants:
 
     @classmethod
     def of(cls, problem: Problem, most: int, repeats: Repeats | None = None) -> Instants:
-        """Choose at most `most` (at least one) of the iteration's instants; of passes that repeat, those of one of them count.
+        """Choose at most `most` (at least one) of the iteration's instants; of passes that repeat, those of one of them count, and
+        beyond `most` those of the two stages at each of its ends.
 
         The choice does not depend on the budget. The choice for a smaller `most` is a subset of the choice for a larger one.
         """
@@ -45,13 +46,18 @@ class Instants:
         times = [time for start, end in zip([0.0, *ends[:-1]], ends, strict=True) for time in (start, end)]
         live = [bytes_ for bytes_ in problem.live_bytes for _ in (0, 1)]
         once, others = range(0), range(0)  # the first of the passes that repeat, and the rest of them
+        seams: set[int] = set()
         if repeats is not None:
             once = range(2 * repeats.first, 2 * (repeats.first + repeats.length))
             others = range(once.stop, 2 * repeats.end)
+            # Where passes meet, what is used at the end of one or at the begin of the next comes and goes within few stages.
+            for first in (once.start, others.stop):  # of the first of them, and of the one that comes after them
+                last = first + len(once)
+                seams |= {*range(first, first + 4), *range(last - 4, last)}
         left = [position for position in range(len(times)) if position not in others]
         waits = [0.0] * len(stages) if repeats is None else _copy_seconds(problem)
         seconds = [waits[(p // 2 + 1) % len(stages)] if p % 2 else stages[p // 2].duration_seconds for p in left]
-        chosen = [left[n] for n in _keep(seconds, [live[p] for p in left], max(most, 1))]
+        chosen = sorted(seams.union(left[n] for n in _keep(seconds, [live[p] for p in left], max(most, 1))))
         copies = [range(p, others.stop if p in once else p + 1, max(len(once), 1)) for p in chosen]
         kept = sorted(position for same in copies for position in same)
         count = len(kept)
