@@ -5,18 +5,29 @@ Rows may be left out or added up: the bound can only fall. A row that some plan 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import fsum, inf
 
 import numpy as np
 
-from planner.bound.classes import recreatable_bytes, rerun_classes, update_classes, visits
+from planner.bound.classes import rerun_classes, update_classes, visits
 from planner.bound.formulation import build_bound
 from planner.bound.windows import Instants, copy_classes
 from planner.errors import SolverError
 from planner.lp import Program, solve_program
-from planner.problem import DEFAULT_THREADS, Problem, SolverSettings, in_units, made_by, out_of_time, repeats_of, solver_unit
+from planner.problem import (
+    DEFAULT_THREADS,
+    InactivePeriod,
+    Problem,
+    SolverSettings,
+    bytes_by_stage,
+    in_units,
+    made_by,
+    out_of_time,
+    repeats_of,
+    solver_unit,
+)
 
 _INSTANTS = 16
 _INSTANTS_FIRST = 8  # for long iterations: a fifth of the time of 16, and often as good
@@ -117,16 +128,19 @@ def _simple_seconds(problem: Problem) -> float:
         return compute
     inward = sum(route.inward.bytes_per_second for route in problem.routes)
     outward = sum(route.outward.bytes_per_second for route in problem.routes)
+    made = {block for group in problem.source.recompute for block in group.blocks}
+
+    def idle(counts: Callable[[InactivePeriod], bool]) -> list[int]:
+        periods = (period for period in problem.periods if counts(period))
+        return bytes_by_stage(((p.after + 1, p.before, p.size_bytes) for p in periods), problem.stage_count)
+
+    made_anew, clean, final = idle(lambda p: p.block in made), idle(lambda p: p.read_only), idle(lambda p: p.final)
     worst = compute
     for stage, live in enumerate(problem.live_bytes):
         absent = live - problem.budgets.device_bytes
-        if absent <= 0:
-            continue
-        periods = [problem.periods[index] for index in problem.covering[stage]]
-        absent -= recreatable_bytes(problem, periods)
-        clean = sum(period.size_bytes for period in periods if period.read_only)
-        final = sum(period.size_bytes for period in periods if period.final)
-        worst = max(worst, (absent - final) / inward, (absent - clean) / outward)
+        if absent > 0:
+            absent -= made_anew[stage]
+            worst = max(worst, (absent - final[stage]) / inward, (absent - clean[stage]) / outward)
     return worst
 
 

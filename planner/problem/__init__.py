@@ -20,6 +20,7 @@ from planner.problem.lifetimes import (
     BlockActivity,
     InactivePeriod,
     block_activities,
+    bytes_by_stage,
     floor,
     inactive_periods,
     live_bytes,

@@ -180,7 +180,7 @@ def all_decisions(problem: Problem) -> Iterator[Decisions]:
     budget = problem.budgets.device_bytes
     options = _options(problem)
     for moved in product(*([False, True] if choices[0] is None else [True] for choices in options)):
-        absent = [sum(problem.periods[index].size_bytes for index in covering if moved[index]) for covering in problem.covering]
+        absent = [sum(problem.periods[index].size_bytes for index in covering if moved[index]) for covering in map(problem.covering, range(problem.stage_count))]
         if any(live - away > budget for live, away in zip(problem.live_bytes, absent, strict=True)):
             continue
         chosen = [index for index, moves in enumerate(moved) if moves]
