@@ -31,6 +31,7 @@ from planner.problem import (
 
 _INSTANTS = 16
 _INSTANTS_FIRST = 8  # for long iterations: a fifth of the time of 16, and often as good
+_INSTANTS_REPEATED = 24  # where passes repeat: three of them and the step share the instants
 _INSTANTS_SHORT = 32  # for iterations of at most _SHORT_STAGES stages: there they cost little time, and 16 give a weak bound
 _SHORT_STAGES = 64
 _MARGIN = 1e-6
@@ -51,7 +52,7 @@ def lower_bound_seconds(
     """Return the seconds that an iteration takes at least, under any plan; see `docs/lower-bound.md`.
 
     `max_instants`: number of instants of the iteration to consider. More instants may raise the bound and take longer. None: 32
-    for short iterations; for others 8 and, if the bound is below `enough_seconds` then, 16. `max_whole`: up to how many stages of
+    for short iterations; for others 8 and, if the bound is below `enough_seconds` then, 16, or 24 where passes repeat. `max_whole`: up to how many stages of
     idle blocks, summed over blocks and tiers, blocks count as whole.
 
     Waits for at most about ten seconds for each number of instants, and no longer than planning may take. The simple
@@ -64,7 +65,8 @@ def lower_bound_seconds(
     settings = SolverSettings(time_limit_seconds=_SECONDS, gap=0.0, threads=threads)
     if not updatable and (not problem.routes or problem.everything_fits):
         return best
-    tried = (_INSTANTS_SHORT,) if problem.stage_count <= _SHORT_STAGES else (_INSTANTS_FIRST, _INSTANTS)
+    then = _INSTANTS if repeats_of(problem.trace) is None else _INSTANTS_REPEATED
+    tried = (_INSTANTS_SHORT,) if problem.stage_count <= _SHORT_STAGES else (_INSTANTS_FIRST, then)
     for most in tried if max_instants is None else (max_instants,):
         if out_of_time():
             break
@@ -80,10 +82,9 @@ def lower_bound_seconds(
 def more_instants(stages: int) -> tuple[int, ...]:
     """Return numbers of instants beyond the usual ones that may raise the bound of an iteration of so many stages, in seconds.
 
-    In iterations of about a hundred stages, 64 raise it by up to 4 %. Where microbatches follow one another, three passes and the
-    step share them.
+    In iterations of about a hundred stages, 64 raise it by up to 4 %.
     """
-    return (32, 64) if _SHORT_STAGES < stages <= 200 else (24,) if stages > 500 else ()
+    return (32, 64) if _SHORT_STAGES < stages <= 200 else ()
 
 
 def _proved_seconds(problem: Problem, max_instants: int, max_whole: int, settings: SolverSettings) -> float:

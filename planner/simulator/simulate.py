@@ -186,7 +186,10 @@ class _Replay:
             return False
         if self.dead and not self.dead.isdisjoint(self.layout.born[stage]):
             return False
-        return all(self.state[block] == "device" for block in self.layout.inputs[stage])
+        for block in self.layout.inputs[stage]:  # a loop: it is asked at every event
+            if self.state[block] != "device":
+                return False
+        return True
 
     def _held_back(self, block: int) -> bool:
         """Whether user code keeps a copy in of the block from beginning, see [Note: user code]."""
@@ -224,7 +227,7 @@ class _Replay:
             self._free_device(self.trace.blocks[block].size_bytes, block)
         self.state[block] = "away"
         for tier in self.tier_usage.give_back(block):
-            self._changed(tier, block, -self.source.blocks[block].size_bytes)
+            self._changed_below(tier, block, -self.source.blocks[block].size_bytes)
         self.copies[block] = NOWHERE
 
     def _drop(self, index: int) -> None:
@@ -275,7 +278,7 @@ class _Replay:
                 self.visible_copies += job.block in self.layout.visible
             else:
                 if self.tier_usage.take(job.block, job.tier, stage=self.stage):
-                    self._changed(job.tier, job.block, job.size)
+                    self._changed_below(job.tier, job.block, job.size)
             self.links.begin(channel, self.now)
 
     def _proceed(self, limit: float) -> bool:
@@ -345,12 +348,14 @@ class _Replay:
         self.used += size
         if self.used > self.peak:
             self.peak = self.used
-        self._changed("device", block, size)
+        if size:
+            self.memory.append((self.now - self.iteration_began, "device", block, size))
 
     def _free_device(self, size: int, block: int | None) -> None:
         self.used -= size
-        self._changed("device", block, -size)
+        if size:
+            self.memory.append((self.now - self.iteration_began, "device", block, -size))
 
-    def _changed(self, tier: Tier, block: int | None, size: int) -> None:
+    def _changed_below(self, tier: WaitingTier, block: int, size: int) -> None:
         if size:
             self.memory.append((self.now - self.iteration_began, tier, block, size))
