@@ -151,7 +151,8 @@ def _least_stall(program: Program, *, whole: bool, settings: SolverSettings) -> 
     `whole`: it is an integer program. Raises SolverError when the solver fails, and when a linear program is not solved in
     time.
     """
-    solved = solve_program(program, settings, linear=not whole, vertex=False)
+    # With steepest edges, the bound takes half of the time or less; the coarse program takes a third longer.
+    solved = solve_program(program, settings, linear=not whole, vertex=False, devex=False)
     if not whole and not solved.optimal:  # the interior point method got stuck
         solved = solve_program(program, settings, linear=True)
     # After a time limit the bound is valid even where no solution was found.
