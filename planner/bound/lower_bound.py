@@ -52,8 +52,8 @@ def lower_bound_seconds(
     """Return the seconds that an iteration takes at least, under any plan; see `docs/lower-bound.md`.
 
     `max_instants`: number of instants of the iteration to consider. More instants may raise the bound and take longer. None: 32
-    for short iterations, 24 where passes repeat; for others 8 and, if the bound is below `enough_seconds` then, 16. `max_whole`: up to how many stages of
-    idle blocks, summed over blocks and tiers, blocks count as whole.
+    for short iterations, 24 where passes repeat; for others 8 and, if the bound is below `enough_seconds` then, 16. `max_whole`:
+    up to how many stages of idle blocks, summed over blocks and tiers, blocks count as whole.
 
     Waits for at most about ten seconds for each number of instants, and no longer than planning may take. The simple
     bound holds where the solver fails or does not finish: the sum of the stage durations, and the time to move over the links

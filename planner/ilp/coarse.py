@@ -31,6 +31,7 @@ _RERUNS_ROUGH = Resolution(max_segments=64, window=3, classes_at_peak=100)
 MANY_STAGES = 900  # longer iterations get fewer classes of blocks, and no integer program: each would take ten seconds
 _FEW_CLASSES = 120
 _LARGE = 0.05  # of the budget. With smaller blocks, plans are no faster for the room of one.
+_ROUNDED_WELL = 1.005  # of the shares of updates, what whole ones may take longer: about the model's own error
 _ROUNDING = 1e-3  # solvers return shares with errors of about this size
 _MAX_NODES = 5  # of the search tree of an integer program that completes a relaxed solution. Fifty find no better ones.
 
@@ -88,8 +89,11 @@ def coarse_solutions(
         yield from _refined(problem, settings, subgroups, rough, reserve_bytes)
         if not short and rough is not None and subgroups:
             # Shares of updates may fit where whole ones do not: near the floor, none at all may be better.
-            some, none = (_rough(problem, settings, each, decided=True) for each in (subgroups, ()))
-            if _relaxed_seconds(none) < _relaxed_seconds(some):
+            some = _relaxed_seconds(_rough(problem, settings, subgroups, decided=True))
+            if some <= _relaxed_seconds(rough) * _ROUNDED_WELL:
+                return  # no choice of updates is better than `rough`
+            none = _rough(problem, settings, (), decided=True)
+            if _relaxed_seconds(none) < some:
                 yield from _refined(problem, settings, (), none, reserve_bytes)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 from planner.errors import BudgetError, InfeasiblePlanError, OptionsError, PlanError
@@ -29,6 +28,7 @@ from planner.problem import (
     repeats_of,
     spelled_out,
     time_limit,
+    without_collections,
 )
 from planner.schedule import evict_furthest
 from planner.schema import Budgets, Plan, Trace
@@ -84,11 +84,11 @@ def plan(
     if policy not in POLICIES:
         raise OptionsError(f"policy {policy!r} is not known; the policies are: {', '.join(POLICIES)}")
     settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=gap, threads=threads, write_weight=write_weight)
-    with time_limit(time_limit_seconds), _without_collections():
+    with time_limit(time_limit_seconds), without_collections():
         made = _no_slower_than(incumbents, trace, budgets, lambda: POLICIES[policy](trace, budgets, settings))
         if out_of_time():
             made = made.model_copy(update={"solver": made.solver.model_copy(update={"status": "time limit"})})
-    with time_limit(_BOUND_SECONDS), _without_collections():
+    with time_limit(_BOUND_SECONDS), without_collections():
         if lower_bound:
             made = with_lower_bound(made, trace, budgets, threads=threads)
         else:
@@ -100,18 +100,6 @@ def plan(
             "the trace, or the budgets"
         )
     return made.model_copy(update={"subgroup_bytes": trace.subgroup_bytes})
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Keep Python from searching for cyclic garbage: planning makes none, and a tenth of its time went into that."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _no_slower_than(incumbents: Sequence[Plan], trace: Trace, budgets: Budgets, make: Callable[[], Plan]) -> Plan:

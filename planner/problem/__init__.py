@@ -60,4 +60,4 @@ from planner.problem.recompute import (
 )
 from planner.problem.repeats import LaidOut, Repeats, repeats_of
 from planner.problem.shared_limits import SharedLimit, max_min_rates, of_equal_ranks
-from planner.problem.time_limit import out_of_time, seconds_left, time_limit
+from planner.problem.time_limit import out_of_time, seconds_left, time_limit, without_collections
