@@ -7,7 +7,6 @@ that no stage waits for it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -118,7 +117,8 @@ def schedule(problem: Problem, decisions: Decisions, clock: StageClock, *, lead:
 
 def on_demand(problem: Problem, decisions: Decisions) -> Decisions:
     """Return the same moves, with each prefetch queued at the stage that needs the block."""
-    return {index: replace(decision, start=problem.periods[index].before) for index, decision in decisions.items()}
+    periods = problem.periods
+    return {n: Decision(tier=each.tier, leave=each.leave, start=periods[n].before) for n, each in decisions.items()}
 
 
 def prefetch_from(problem: Problem, decisions: Decisions, targets: dict[int, int]) -> Decisions:
@@ -142,7 +142,7 @@ def prefetch_from(problem: Problem, decisions: Decisions, targets: dict[int, int
             while start % stages in users and start < problem.periods[index].before:
                 occupied[start % stages] -= size  # user code holds it back, and it would hold up the copies behind it
                 start += 1
-        result[index] = replace(result[index], start=start)
+        result[index] = Decision(tier=result[index].tier, leave=result[index].leave, start=start)
     return result
 
 

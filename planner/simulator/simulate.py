@@ -30,7 +30,7 @@ from typing import Literal
 
 from planner.errors import InfeasiblePlanError, PlanError
 from planner.problem import spelled_out
-from planner.schema import Plan, Tier, Trace, WaitingTier, short_fingerprint
+from planner.schema import Plan, Trace, WaitingTier, short_fingerprint
 from planner.simulator.program import NOWHERE, compile_program
 from planner.simulator.resources import Channel, HostProcessor, Links, QueuedTransfer, TierUsage
 from planner.simulator.timeline import HostUpdate, MemoryChange, StageTimes, Standing, Timeline, Transfer, same
@@ -165,9 +165,10 @@ class _Replay:
         """What the tiers hold now, as the changes that an iteration begins with."""
         found: list[MemoryChange] = []
         for block, below in zip(self.source.blocks, self.tier_usage.held(), strict=True):
-            device_bytes = 0 if self.state[block.id] == "away" else self.trace.blocks[block.id].size_bytes
-            sizes: dict[Tier, int] = {"device": device_bytes, **dict.fromkeys(below, block.size_bytes)}
-            found += [(0.0, tier, block.id, size) for tier, size in sizes.items() if size]
+            if self.state[block.id] != "away" and (size := self.trace.blocks[block.id].size_bytes):
+                found.append((0.0, "device", block.id, size))
+            if below and block.size_bytes:
+                found += [(0.0, tier, block.id, block.size_bytes) for tier in below]
         return found
 
     def _reach(self, stage: int) -> None:
