@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.bound.windows import Instants
 from planner.lp import HostUpdateWindows, UpdateCopy, host_update_windows
-from planner.problem import InactivePeriod, Problem, made_bytes, movable_blocks, total_bytes
+from planner.problem import Problem, made_bytes, movable_blocks, total_bytes
 from planner.schema import RecomputeGroup, Subgroup, Trace
 
 
@@ -163,12 +163,6 @@ def visits(trace: Trace) -> dict[int, list[range]]:
         for block in group.reads:
             found.setdefault(block, []).append(range(group.stage + 1, latest[group.id] + 1))
     return found
-
-
-def recreatable_bytes(problem: Problem, periods: Iterable[InactivePeriod]) -> int:
-    """Return the bytes of the blocks of `periods` that a group makes."""
-    made = {block for group in problem.source.recompute for block in group.blocks}
-    return sum(period.size_bytes for period in periods if period.block in made)
 
 
 def _rerun_likeness(trace: Trace, instants: Instants, group: RecomputeGroup) -> tuple[object, ...]:

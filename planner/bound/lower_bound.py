@@ -5,21 +5,33 @@ Rows may be left out or added up: the bound can only fall. A row that some plan 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import fsum, inf
 
 import numpy as np
 
-from planner.bound.classes import recreatable_bytes, rerun_classes, update_classes, visits
+from planner.bound.classes import rerun_classes, update_classes, visits
 from planner.bound.formulation import build_bound
 from planner.bound.windows import Instants, copy_classes
 from planner.errors import SolverError
 from planner.lp import Program, solve_program
-from planner.problem import DEFAULT_THREADS, Problem, SolverSettings, in_units, made_by, out_of_time, repeats_of, solver_unit
+from planner.problem import (
+    DEFAULT_THREADS,
+    InactivePeriod,
+    Problem,
+    SolverSettings,
+    bytes_by_stage,
+    in_units,
+    made_by,
+    out_of_time,
+    repeats_of,
+    solver_unit,
+)
 
 _INSTANTS = 16
 _INSTANTS_FIRST = 8  # for long iterations: a fifth of the time of 16, and often as good
+_INSTANTS_REPEATED = 24  # where passes repeat: three of them and the step share the instants, and fewer are never as good
 _INSTANTS_SHORT = 32  # for iterations of at most _SHORT_STAGES stages: there they cost little time, and 16 give a weak bound
 _SHORT_STAGES = 64
 _MARGIN = 1e-6
@@ -40,8 +52,8 @@ def lower_bound_seconds(
     """Return the seconds that an iteration takes at least, under any plan; see `docs/lower-bound.md`.
 
     `max_instants`: number of instants of the iteration to consider. More instants may raise the bound and take longer. None: 32
-    for short iterations; for others 8 and, if the bound is below `enough_seconds` then, 16. `max_whole`: up to how many stages of
-    idle blocks, summed over blocks and tiers, blocks count as whole.
+    for short iterations, 24 where passes repeat; for others 8 and, if the bound is below `enough_seconds` then, 16. `max_whole`:
+    up to how many stages of idle blocks, summed over blocks and tiers, blocks count as whole.
 
     Waits for at most about ten seconds for each number of instants, and no longer than planning may take. The simple
     bound holds where the solver fails or does not finish: the sum of the stage durations, and the time to move over the links
@@ -53,7 +65,11 @@ def lower_bound_seconds(
     settings = SolverSettings(time_limit_seconds=_SECONDS, gap=0.0, threads=threads)
     if not updatable and (not problem.routes or problem.everything_fits):
         return best
-    tried = (_INSTANTS_SHORT,) if problem.stage_count <= _SHORT_STAGES else (_INSTANTS_FIRST, _INSTANTS)
+    tried: tuple[int, ...] = (_INSTANTS_FIRST, _INSTANTS)
+    if problem.stage_count <= _SHORT_STAGES:
+        tried = (_INSTANTS_SHORT,)
+    elif repeats_of(problem.trace) is not None:
+        tried = (_INSTANTS_REPEATED,)
     for most in tried if max_instants is None else (max_instants,):
         if out_of_time():
             break
@@ -69,10 +85,9 @@ def lower_bound_seconds(
 def more_instants(stages: int) -> tuple[int, ...]:
     """Return numbers of instants beyond the usual ones that may raise the bound of an iteration of so many stages, in seconds.
 
-    In iterations of about a hundred stages, 64 raise it by up to 4 %. Where microbatches follow one another, three passes and the
-    step share them.
+    In iterations of about a hundred stages, 64 raise it by up to 4 %.
     """
-    return (32, 64) if _SHORT_STAGES < stages <= 200 else (24,) if stages > 500 else ()
+    return (32, 64) if _SHORT_STAGES < stages <= 200 else ()
 
 
 def _proved_seconds(problem: Problem, max_instants: int, max_whole: int, settings: SolverSettings) -> float:
@@ -117,16 +132,19 @@ def _simple_seconds(problem: Problem) -> float:
         return compute
     inward = sum(route.inward.bytes_per_second for route in problem.routes)
     outward = sum(route.outward.bytes_per_second for route in problem.routes)
+    made = {block for group in problem.source.recompute for block in group.blocks}
+
+    def idle(counts: Callable[[InactivePeriod], bool]) -> list[int]:
+        periods = (period for period in problem.periods if counts(period))
+        return bytes_by_stage(((p.after + 1, p.before, p.size_bytes) for p in periods), problem.stage_count)
+
+    made_anew, clean, final = idle(lambda p: p.block in made), idle(lambda p: p.read_only), idle(lambda p: p.final)
     worst = compute
     for stage, live in enumerate(problem.live_bytes):
         absent = live - problem.budgets.device_bytes
-        if absent <= 0:
-            continue
-        periods = [problem.periods[index] for index in problem.covering[stage]]
-        absent -= recreatable_bytes(problem, periods)
-        clean = sum(period.size_bytes for period in periods if period.read_only)
-        final = sum(period.size_bytes for period in periods if period.final)
-        worst = max(worst, (absent - final) / inward, (absent - clean) / outward)
+        if absent > 0:
+            absent -= made_anew[stage]
+            worst = max(worst, (absent - final[stage]) / inward, (absent - clean[stage]) / outward)
     return worst
 
 
@@ -136,7 +154,8 @@ def _least_stall(program: Program, *, whole: bool, settings: SolverSettings) -> 
     `whole`: it is an integer program. Raises SolverError when the solver fails, and when a linear program is not solved in
     time.
     """
-    solved = solve_program(program, settings, linear=not whole, vertex=False)
+    # With steepest edges, the bound takes half of the time or less; the coarse program takes a third longer.
+    solved = solve_program(program, settings, linear=not whole, vertex=False, devex=False)
     if not whole and not solved.optimal:  # the interior point method got stuck
         solved = solve_program(program, settings, linear=True)
     # After a time limit the bound is valid even where no solution was found.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import accumulate
 from typing import ClassVar
 
@@ -221,12 +222,12 @@ def copy_classes(
         for subgroup in subgroups
         for block in problem.trace.subgroups[subgroup].blocks
     }
-    made_by, visits = made_by or {}, visits or {}
+    made_by, visits, spans_of = made_by or {}, visits or {}, cache(partial(_spans, instants))
     groups: dict[CopyClass, list[int]] = defaultdict(list)
     for periods in stretches.values():
         block, read_only = periods[0].block, periods[0].read_only
         update, stage = owner.get(block, (None, None))
-        windows = _windows(problem, periods, instants, stage, visits.get(block, ()))
+        windows = _windows(problem, periods, instants, spans_of, stage, visits.get(block, ()))
         helpful = [number for number, w in enumerate(windows) if any(k in tight for k in w.inside)]
         # The windows of a read_only block are independent of one another.
         runs = [windows[n : n + 1] for n in helpful] if read_only else [windows[: n + 1] for n in helpful[-1:]]
@@ -247,9 +248,14 @@ def copy_classes(
 
 
 def _windows(
-    problem: Problem, periods: list[InactivePeriod], instants: Instants, update_stage: int | None, visits: Sequence[range]
+    problem: Problem,
+    periods: list[InactivePeriod],
+    instants: Instants,
+    spans_of: Callable[[int, int], tuple[tuple[int, ...], range]],
+    update_stage: int | None,
+    visits: Sequence[range],
 ) -> list[CopyWindow]:
-    """All windows of a stretch, from its first to the last of `periods`, by rank, adjacent uses included."""
+    """All windows of a stretch, from its first to the last of `periods`, by rank, adjacent uses included. spans_of: `_spans`."""
     last = max(periods, key=lambda period: period.rank)
     stages = problem.stage_count
     uses = problem.trace.blocks[last.block].uses
@@ -263,7 +269,7 @@ def _windows(
         final = last.final and back == 0
         if final:
             before = last.before
-        spans, passes = _spans(instants, instants.end_of(after), instants.start_of(before))
+        spans, passes = spans_of(instants.end_of(after), instants.start_of(before))
         between = [range(after + 1 - turn, before + 1 - turn) for turn in (0, stages)]
         windows.append(
             CopyWindow(

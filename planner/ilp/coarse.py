@@ -31,6 +31,7 @@ _RERUNS_ROUGH = Resolution(max_segments=64, window=3, classes_at_peak=100)
 MANY_STAGES = 900  # longer iterations get fewer classes of blocks, and no integer program: each would take ten seconds
 _FEW_CLASSES = 120
 _LARGE = 0.05  # of the budget. With smaller blocks, plans are no faster for the room of one.
+_ROUNDED_WELL = 1.005  # of the shares of updates, what whole ones may take longer: about the model's own error
 _ROUNDING = 1e-3  # solvers return shares with errors of about this size
 _MAX_NODES = 5  # of the search tree of an integer program that completes a relaxed solution. Fifty find no better ones.
 
@@ -39,14 +40,14 @@ _MAX_NODES = 5  # of the search tree of an integer program that completes a rela
 class CoarseSolution:
     """Tiers by period index, subgroups that update on the host, and the solver's report. `values`: of the program's variables.
 
-    roomy: whether the program left room for a block, see `room_bytes`.
+    reserve_bytes: what the program left free, see `room_bytes`.
     """
 
     tiers: dict[int, WaitingTier]
     on_host: frozenset[int]
     report: SolverReport
     values: Sequence[float] = ()
-    roomy: bool = False
+    reserve_bytes: int = 0
 
 
 def coarse_solutions(
@@ -54,15 +55,14 @@ def coarse_solutions(
     settings: SolverSettings,
     on_host: Collection[int] | None = None,
     *,
-    integer: bool = True,
-    roomy: bool = True,
+    reserve_bytes: int | None = None,
 ) -> Iterator[CoarseSolution]:
     """Yield solutions to make exact, the first ones first. Each is worked out when it is asked for.
 
     Short iterations: the integer program's, and the relaxed one's, rounded, unless the first is proved optimal. Long iterations:
     the relaxed one's, rounded; then what was not whole as an integer program. The relaxed program is solved once more with
     `room_bytes`, and comes before what follows from it. All this also without updates on the host, where that looks better.
-    Without `integer`: relaxed programs only, at once with that room if `roomy`, else without.
+    With `reserve_bytes`: relaxed programs only, which leave so much of the budget free.
 
     on_host: the subgroups that update on the host, if that is already decided. If not, the relaxed program decides it at a low
     resolution first. Yields nothing where all runs of the solver fail, or no time is left.
@@ -73,7 +73,7 @@ def coarse_solutions(
     subgroups = [subgroup for subgroup in problem.may_update_on_host if on_host is None or subgroup.id in on_host]
     short = problem.stage_count <= MAX_INTEGER_STAGES
     with contextlib.suppress(SolverError):
-        if short and integer:
+        if short and reserve_bytes is None:
             built = coarse_program(problem, _resolution(problem), subgroups, write_weight=settings.write_weight, decided=decided)
             whole = solve(built, relaxed=False, vertex=True, settings=settings)
             yield whole
@@ -86,12 +86,15 @@ def coarse_solutions(
             chosen = in_order_of_need(problem, rough.on_host)
             # Fixed from here on: rounded at the end, the moves of a subgroup that is half here and half there would fit neither.
             subgroups = [subgroup for subgroup in subgroups if subgroup.id in chosen]
-        yield from _refined(problem, settings, subgroups, rough, integer=integer, roomy=roomy)
+        yield from _refined(problem, settings, subgroups, rough, reserve_bytes)
         if not short and rough is not None and subgroups:
             # Shares of updates may fit where whole ones do not: near the floor, none at all may be better.
-            some, none = (_rough(problem, settings, each, decided=True) for each in (subgroups, ()))
-            if _relaxed_seconds(none) < _relaxed_seconds(some):
-                yield from _refined(problem, settings, (), none, integer=integer, roomy=roomy)
+            some = _relaxed_seconds(_rough(problem, settings, subgroups, decided=True))
+            if some <= _relaxed_seconds(rough) * _ROUNDED_WELL:
+                return  # no choice of updates is better than `rough`
+            none = _rough(problem, settings, (), decided=True)
+            if _relaxed_seconds(none) < some:
+                yield from _refined(problem, settings, (), none, reserve_bytes)
 
 
 def room_bytes(problem: Problem) -> int:
@@ -111,22 +114,20 @@ def _refined(
     settings: SolverSettings,
     subgroups: Sequence[Subgroup],
     rough: CoarseSolution | None,
-    *,
-    integer: bool,
-    roomy: bool,
+    reserve_bytes: int | None,
 ) -> Iterator[CoarseSolution]:
     """Solutions in which exactly `subgroups` update on the host. rough: what decided that; the first report counts its time."""
-    resolution, room = _resolution(problem), room_bytes(problem) if roomy else 0
-    for reserve in dict.fromkeys((0, room) if integer else (room,)):
+    integer = reserve_bytes is None
+    for reserve in (reserve_bytes,) if reserve_bytes is not None else dict.fromkeys((0, room_bytes(problem))):
         if reserve and integer and out_of_time():
             return
         built = coarse_program(
-            problem, resolution, subgroups, write_weight=settings.write_weight, decided=True, reserve_bytes=reserve
+            problem, _resolution(problem), subgroups, write_weight=settings.write_weight, decided=True, reserve_bytes=reserve
         )
-        relaxed = replace(_relaxed(problem, built, settings, vertex=True), roomy=reserve > 0)
+        relaxed = replace(_relaxed(problem, built, settings, vertex=True), reserve_bytes=reserve)
         yield relaxed if rough is None else _with_time_of(rough, relaxed)
         if integer and MAX_INTEGER_STAGES < problem.stage_count <= MANY_STAGES and not out_of_time():
-            yield replace(_complete(built, relaxed, settings), roomy=reserve > 0)
+            yield replace(_complete(built, relaxed, settings), reserve_bytes=reserve)
 
 
 def _resolution(problem: Problem) -> Resolution:

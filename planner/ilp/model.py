@@ -133,7 +133,8 @@ def add_time(model: CoarseModel) -> None:
                     rows.add(link.name, k, step, seconds=seconds, size_bytes=size)
     for update in model.updates:
         model.time.add_update(update)
-        model.visible.add_update(update)
+        if users:
+            model.visible.add_update(update)
 
 
 def add_link_time(model: CoarseModel, route: Route) -> None:

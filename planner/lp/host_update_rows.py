@@ -14,7 +14,7 @@ others. `TimeRows` count what updates and other copies take of links and the hos
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -350,5 +350,7 @@ def add_chains(
             behind = [] if update.windows.at_instants else [chain.spans.stop % len(seconds)]
             row: Terms = [(update.chosen, chain.seconds)]
             row += [(wait, -1.0) for k in (*spans, *behind) if (wait := stall[k]) is not None]
-            row += [(each.chosen, each.windows.device_seconds * spans.count(each.windows.span)) for each in updates]
+            times = Counter(spans)
+            shorter = (each for each in updates if each.windows.span in times)
+            row += [(each.chosen, each.windows.device_seconds * times[each.windows.span]) for each in shorter]
             program.at_most(row, sum(seconds[k] for k in spans))

@@ -55,15 +55,15 @@ class Program:
         for variable, factor in terms:
             self.costs[variable] += factor
 
-    def at_most(self, terms: Iterable[tuple[Variable, float]], right: float) -> None:
+    def at_most(self, terms: Terms, right: float) -> None:
         """Add the row Σ terms ≤ right."""
         self._add(terms, -inf, right)
 
-    def at_least(self, terms: Iterable[tuple[Variable, float]], right: float) -> None:
+    def at_least(self, terms: Terms, right: float) -> None:
         """Add the row Σ terms ≥ right."""
         self._add(terms, right, inf)
 
-    def equal(self, terms: Iterable[tuple[Variable, float]], right: float) -> None:
+    def equal(self, terms: Terms, right: float) -> None:
         """Add the row Σ terms = right."""
         self._add(terms, right, right)
 
@@ -85,10 +85,12 @@ class Program:
             self.equal([(variable, factor) for variable, factor in changed.items() if factor], 0)
             before = terms
 
-    def _add(self, terms: Iterable[tuple[Variable, float]], least: float, most: float) -> None:
-        factors: dict[Variable, float] = {}
-        for variable, factor in terms:
-            factors[variable] = factors.get(variable, 0.0) + factor
+    def _add(self, terms: Terms, least: float, most: float) -> None:
+        factors = dict(terms)
+        if len(factors) < len(terms):
+            factors = dict.fromkeys(factors, 0.0)
+            for variable, factor in terms:
+                factors[variable] += factor
         self.columns += factors.keys()
         self.factors += factors.values()
         self.starts.append(len(self.columns))

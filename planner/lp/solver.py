@@ -27,7 +27,7 @@ from planner.problem import SolverSettings, out_of_time, seconds_left
 _LEAST_ITERATIONS = 1000
 _SHARE = 1.2
 _MANY_ROWS, _SHARE_OF_MANY = 30_000, 0.4  # where no vertex is wanted, the interior point method is sure, and faster than so many
-_DEVEX = 1  # cheaper than steepest edges, the default: mostly two thirds of the time
+_DEVEX = 1  # HiGHS' number of this kind of edge weights
 _LOOK_SECONDS = 0.02  # between two looks at the time that a run has taken
 _MAX_INTERIOR_ITERATIONS = 200  # programs that can be solved need 25 to 60
 
@@ -49,9 +49,16 @@ class Solved:
 
 
 def solve_program(
-    program: Program, settings: SolverSettings, *, linear: bool, vertex: bool = True, max_nodes: int | None = None
+    program: Program,
+    settings: SolverSettings,
+    *,
+    linear: bool,
+    vertex: bool = True,
+    devex: bool = True,
+    max_nodes: int | None = None,
 ) -> Solved:
     """Solve the program. linear: take whole variables as continuous. vertex: end in a vertex, which has few fractions.
+    devex: edge weights of the simplex method that are cheaper than steepest edges, for more iterations.
 
     max_nodes: of the search tree of an integer program. Works for at most about the time limit, in seconds of processor time, or
     about what is left for planning as a whole (`planner.problem.time_limit`). Raises SolverError when the solver fails. A program
@@ -64,7 +71,7 @@ def solve_program(
     try:
         columns: Sequence[int] = range(len(program.costs))
         if linear:
-            solver = _linear(program, settings, vertex=vertex)
+            solver = _linear(program, settings, vertex=vertex, devex=devex)
         else:
             solver, columns = _integer(program, settings, max_nodes)
         status, info, solution = solver.getModelStatus().name, solver.getInfo(), solver.getSolution()
@@ -115,12 +122,12 @@ def _integer(program: Program, settings: SolverSettings, max_nodes: int | None) 
     return solver, [variable.index for variable in variables]
 
 
-def _linear(program: Program, settings: SolverSettings, *, vertex: bool) -> highspy.Highs:
+def _linear(program: Program, settings: SolverSettings, *, vertex: bool, devex: bool) -> highspy.Highs:
     """Solve a linear program by HiGHS. Return HiGHS with what it found."""
     solver = _QuietHighs()
     solver.setOptionValue("threads", settings.threads)
     solver.passModel(_highs_model(program))
-    _run(solver, program, settings, vertex=vertex)
+    _run(solver, program, settings, vertex=vertex, devex=devex)
     return solver
 
 
@@ -136,12 +143,13 @@ def _highs_model(program: Program) -> highspy.HighsLp:
     return model
 
 
-def _run(solver: highspy.Highs, program: Program, settings: SolverSettings, *, vertex: bool) -> None:
+def _run(solver: highspy.Highs, program: Program, settings: SolverSettings, *, vertex: bool, devex: bool) -> None:
     """Run HiGHS on a linear program: the dual simplex method; the interior point method where that takes too many iterations."""
     # Where copies hide behind the arithmetic, the simplex method is up to eight times as fast. Where links are the bottleneck, it
     # may take several times as long. So it is given up after _SHARE as many iterations as the program has rows.
     solver.setOptionValue("solver", "simplex")
-    solver.setOptionValue("simplex_dual_edge_weight_strategy", _DEVEX)
+    if devex:
+        solver.setOptionValue("simplex_dual_edge_weight_strategy", _DEVEX)
     rows = len(program.least)
     share = _SHARE if vertex or rows <= _MANY_ROWS else _SHARE_OF_MANY
     solver.setOptionValue("simplex_iteration_limit", max(int(share * rows), _LEAST_ITERATIONS))

@@ -8,7 +8,7 @@ from math import inf
 
 from planner.bound import lower_bound_seconds
 from planner.errors import InfeasiblePlanError
-from planner.ilp import CoarseSolution, coarse_solutions, in_order_of_need
+from planner.ilp import CoarseSolution, coarse_solutions, in_order_of_need, room_bytes
 from planner.policies.effort import effort_of
 from planner.policies.predictions import with_predictions
 from planner.problem import (
@@ -91,7 +91,7 @@ class _Search:
         self.own: list[ReplayedPlan] = []
         self.rivals: list[ReplayedPlan] = []
         self.reports: list[SolverReport] = []
-        self.roomy = True  # whether the program whose plan was the cheapest one left room for a block
+        self.reserve_bytes = room_bytes(problem)  # what the program whose plan was the cheapest one left free
         self.bound_seconds = task.known_bound
 
     def begin(self) -> None:
@@ -100,7 +100,8 @@ class _Search:
         if not task.rivals_beyond:
             self.rivals = self._plans_of_rivals()
         too_full: InfeasiblePlanError | None = None
-        for start, solution in _starts(self.problem, task.settings, task.on_host, integer=not (task.draft or task.part)):
+        reserve = self.reserve_bytes if task.draft or task.part else None
+        for start, solution in _starts(self.problem, task.settings, task.on_host, reserve):
             self.reports += [solution.report] if solution else []
             try:
                 made = exact_candidates(*start, weight)
@@ -109,7 +110,7 @@ class _Search:
             else:
                 least = min((each.cost for each in self.own), default=inf)
                 if solution and min(each.cost for each in made) < least:
-                    self.roomy = solution.roomy
+                    self.reserve_bytes = solution.reserve_bytes
                 self.own += made
             if (self.own and out_of_time()) or (self.effort.until_close and self.is_close()):
                 break
@@ -175,7 +176,7 @@ def _other_updates(search: _Search) -> list[ReplayedPlan]:
             if on_host in tried:
                 continue
             tried.add(on_host)
-            planned = _planned(problem, task.settings, sorted(on_host), roomy=search.roomy)
+            planned = _planned(problem, task.settings, sorted(on_host), search.reserve_bytes)
             if planned is not None and planned.cost < best.cost * effort.worth_an_update_set:
                 better = planned
                 break
@@ -212,14 +213,14 @@ _STEPS = (_other_updates, _around_user_code, _other_tiers, _other_blocks)
 
 
 def _starts(
-    problem: Problem, settings: SolverSettings, on_host: Collection[int] | None, *, integer: bool, roomy: bool = True
+    problem: Problem, settings: SolverSettings, on_host: Collection[int] | None, reserve_bytes: int | None
 ) -> Iterator[tuple[Start, CoarseSolution | None]]:
     """What the coarse solutions choose, and for short iterations two simple starts. Each is worked out when it is asked for.
 
     Without a solution, only where updates run is decided, and a greedy plan takes the place of the program's.
     """
     solved = False
-    for solution in coarse_solutions(problem, settings, on_host, integer=integer, roomy=roomy):
+    for solution in coarse_solutions(problem, settings, on_host, reserve_bytes=reserve_bytes):
         solved = True
         yield start_of(problem, solution), solution
     if not solved:
@@ -254,10 +255,10 @@ def _undecided(problem: Problem, on_host: Collection[int]) -> Start:
     return start_of(problem, CoarseSolution(tiers={}, on_host=frozenset(on_host), report=SolverReport()))
 
 
-def _planned(problem: Problem, settings: SolverSettings, on_host: Collection[int], *, roomy: bool) -> ReplayedPlan | None:
+def _planned(problem: Problem, settings: SolverSettings, on_host: Collection[int], reserve_bytes: int) -> ReplayedPlan | None:
     """The best plan of the relaxed program in which these subgroups update on the host; None if the host tier is too small."""
     try:
-        starts = [start for start, _ in _starts(problem, settings, on_host, integer=False, roomy=roomy)]
+        starts = [start for start, _ in _starts(problem, settings, on_host, reserve_bytes)]
         found = [each for start in starts for each in exact_candidates(*start, settings.write_weight)]
     except InfeasiblePlanError:
         return None

@@ -28,6 +28,7 @@ from planner.problem import (
     repeats_of,
     spelled_out,
     time_limit,
+    without_collections,
 )
 from planner.schedule import evict_furthest
 from planner.schema import Budgets, Plan, Trace
@@ -83,11 +84,11 @@ def plan(
     if policy not in POLICIES:
         raise OptionsError(f"policy {policy!r} is not known; the policies are: {', '.join(POLICIES)}")
     settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=gap, threads=threads, write_weight=write_weight)
-    with time_limit(time_limit_seconds):
+    with time_limit(time_limit_seconds), without_collections():
         made = _no_slower_than(incumbents, trace, budgets, lambda: POLICIES[policy](trace, budgets, settings))
         if out_of_time():
             made = made.model_copy(update={"solver": made.solver.model_copy(update={"status": "time limit"})})
-    with time_limit(_BOUND_SECONDS):
+    with time_limit(_BOUND_SECONDS), without_collections():
         if lower_bound:
             made = with_lower_bound(made, trace, budgets, threads=threads)
         else:

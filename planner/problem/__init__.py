@@ -20,6 +20,7 @@ from planner.problem.lifetimes import (
     BlockActivity,
     InactivePeriod,
     block_activities,
+    bytes_by_stage,
     floor,
     inactive_periods,
     live_bytes,
@@ -59,4 +60,4 @@ from planner.problem.recompute import (
 )
 from planner.problem.repeats import LaidOut, Repeats, repeats_of
 from planner.problem.shared_limits import SharedLimit, max_min_rates, of_equal_ranks
-from planner.problem.time_limit import out_of_time, seconds_left, time_limit
+from planner.problem.time_limit import out_of_time, seconds_left, time_limit, without_collections

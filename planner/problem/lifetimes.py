@@ -55,11 +55,9 @@ def inactive_periods(trace: Trace) -> tuple[InactivePeriod, ...]:
     Within an epoch they are ordered by `rank`. The period of a persistent block that wraps round the iteration's end may have a
     lower rank than later periods of the same iteration.
     """
-    periods: list[InactivePeriod] = []
-    for block in trace.blocks:
-        if block.movable and block.size_bytes > 0:
-            periods.extend(p for p in _periods_of(block, len(trace.stages)) if p.gap > 0)
-    return tuple(periods)
+    stages = len(trace.stages)
+    movable = [block for block in trace.blocks if block.movable and block.size_bytes > 0]
+    return trace.once(inactive_periods, lambda: tuple(p for each in movable for p in _periods_of(each, stages) if p.gap > 0))
 
 
 def _periods_of(block: Block, stages: int) -> list[InactivePeriod]:

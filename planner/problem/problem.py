@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from planner.errors import BudgetError, format_bytes
 from planner.problem.host_updates import device_iteration, host_bytes, host_updatable, movable_blocks, parameters
 from planner.problem.lifetimes import InactivePeriod, bytes_by_stage, inactive_periods, live_bytes, stage_floors
@@ -137,12 +139,14 @@ class Problem:
         return len(self.trace.stages)
 
     @cached_property
-    def covering(self) -> list[list[int]]:
-        """The periods that contain each stage, by stage."""
-        found: list[list[int]] = [[] for _ in self.trace.stages]
-        for index, period in enumerate(self.periods):
-            for stage in range(period.after + 1, period.before):
-                found[stage % len(found)].append(index)
+    def ends(self) -> np.ndarray:
+        """`after`, `before` and `final` of all periods, as three rows."""
+        return np.array([(period.after, period.before, period.final) for period in self.periods], dtype=int).reshape(-1, 3).T
+
+    def covering(self, stage: int) -> list[int]:
+        """Return the periods that contain a stage, ascending."""
+        after, before, _ = self.ends
+        found: list[int] = np.flatnonzero(np.where(after < stage, stage, stage + self.stage_count) < before).tolist()
         return found
 
     @cached_property

@@ -133,9 +133,19 @@ def _check_place(trace: Trace, group: RecomputeGroup, at: int) -> None:
 
 def _derive(trace: Trace, chosen: Iterable[Recompute]) -> tuple[Trace, list[int]]:
     """Return the derived trace and, for each of its blocks, the block of the source trace. Raises PlanError as `recomputed`."""
+    wanted = tuple(chosen)
+    if not wanted:
+        return trace, list(range(len(trace.blocks)))
+    known, found = trace.memo.get(_derive, ((), None))
+    if wanted != known:
+        found = _derived(trace, wanted)
+        trace.memo[_derive] = wanted, found  # only the last one: one choice is asked for several times in a row
+    derived: tuple[Trace, list[int]] = found
+    return derived
+
+
+def _derived(trace: Trace, chosen: Iterable[Recompute]) -> tuple[Trace, list[int]]:
     reruns, sources = _reruns_of(trace, chosen), list(range(len(trace.blocks)))
-    if not reruns:
-        return trace, sources
     places = [rerun.at for rerun, _, _ in reruns]
     numbers = [stage + bisect_right(places, stage) for stage in range(len(trace.stages))]
     read: dict[int, list[int]] = {}

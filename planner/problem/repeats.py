@@ -145,6 +145,10 @@ def _waits(move: Move) -> int:
 
 def repeats_of(trace: Trace) -> Repeats | None:
     """Return what repeats in an iteration, as [Note: iterations that repeat] says; None if nothing does at least twice."""
+    return trace.once(repeats_of, lambda: _found(trace))
+
+
+def _found(trace: Trace) -> Repeats | None:
     found = _stretch(trace)
     if found is None:
         return None

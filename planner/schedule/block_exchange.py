@@ -151,7 +151,7 @@ def _other_starts(problem: Problem, decisions: Decisions, index: int, breadth: B
 
 def _others(problem: Problem, decisions: Decisions, stages: Collection[int], missing_bytes: int, breadth: Breadth) -> list[int]:
     """Periods around one of `stages` in which the block stays so far: those about as large as what is missing."""
-    found = {index for stage in stages for index in problem.covering[stage] if index not in decisions}
+    found = {index for stage in stages for index in problem.covering(stage) if index not in decisions}
     return sorted(found, key=lambda index: (abs(problem.periods[index].size_bytes - missing_bytes), index))[: breadth.others]
 
 

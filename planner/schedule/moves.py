@@ -6,9 +6,10 @@ that no stage waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Iterator
 from math import inf
+
+import numpy as np
 
 from planner.errors import InfeasiblePlanError, exact_bytes
 from planner.problem import Decision, Decisions, Problem, TierCapacity, user_stages
@@ -32,10 +33,13 @@ def evict_furthest(
     room = TierCapacity(problem, result)
     occupied = problem.occupancy(result)
     budget, stages = problem.budgets.device_bytes, problem.stage_count
+    leaves = np.full(len(problem.periods), inf)  # after which stage the block of a period leaves
+    for index, decision in result.items():
+        leaves[index] = decision.leave
     for stage in range(stages):
         if occupied[stage] <= budget:
             continue
-        for index, position in _furthest_first(problem, result, stage):
+        for index, position in _furthest_first(problem, leaves, stage):
             if index in kept:
                 continue
             old = result.get(index)
@@ -49,6 +53,7 @@ def evict_furthest(
                 room.take(index, tier)
             end = old.leave + 1 if old else period.before
             result[index] = Decision(tier=tier, leave=leave, start=old.start if old else period.before)
+            leaves[index] = leave
             for freed in range(leave + 1, end):
                 occupied[freed % stages] -= period.size_bytes
             if occupied[stage] <= budget:
@@ -62,17 +67,17 @@ def evict_furthest(
     return result
 
 
-def _furthest_first(problem: Problem, decisions: Decisions, stage: int) -> list[tuple[int, int]]:
-    """Periods around `stage` whose block is on the device then, with the number of the stage as it is counted in the period."""
-    found: list[tuple[float, int, int]] = []
-    for index in problem.covering[stage]:
-        period = problem.periods[index]
-        position = stage if period.after < stage else stage + problem.stage_count
-        decision = decisions.get(index)
-        if decision is None or decision.leave >= position:
-            away = inf if period.final else period.before - position
-            found.append((-away, index, position))
-    return [(index, position) for _, index, position in sorted(found)]
+def _furthest_first(problem: Problem, leaves: np.ndarray, stage: int) -> Iterator[tuple[int, int]]:
+    """Periods around `stage` whose block is on the device then, with the number of the stage as it is counted in the period.
+
+    leaves: by period, the stage after which its block leaves; infinite where it stays.
+    """
+    after, before, final = problem.ends
+    positions = np.where(after < stage, stage, stage + problem.stage_count)
+    found = np.flatnonzero((positions < before) & (leaves >= positions))
+    away = np.where(final[found], inf, before[found] - positions[found])
+    chosen = found[np.argsort(-away, kind="stable")]
+    return zip(chosen.tolist(), positions[chosen].tolist(), strict=True)
 
 
 def prune(problem: Problem, decisions: Decisions, cost: dict[int, float]) -> Decisions:
@@ -112,7 +117,8 @@ def schedule(problem: Problem, decisions: Decisions, clock: StageClock, *, lead:
 
 def on_demand(problem: Problem, decisions: Decisions) -> Decisions:
     """Return the same moves, with each prefetch queued at the stage that needs the block."""
-    return {index: replace(decision, start=problem.periods[index].before) for index, decision in decisions.items()}
+    periods = problem.periods
+    return {n: Decision(tier=each.tier, leave=each.leave, start=periods[n].before) for n, each in decisions.items()}
 
 
 def prefetch_from(problem: Problem, decisions: Decisions, targets: dict[int, int]) -> Decisions:
@@ -136,7 +142,7 @@ def prefetch_from(problem: Problem, decisions: Decisions, targets: dict[int, int
             while start % stages in users and start < problem.periods[index].before:
                 occupied[start % stages] -= size  # user code holds it back, and it would hold up the copies behind it
                 start += 1
-        result[index] = replace(result[index], start=start)
+        result[index] = Decision(tier=result[index].tier, leave=result[index].leave, start=start)
     return result
 
 

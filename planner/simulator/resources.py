@@ -66,6 +66,7 @@ class Links:
 
     def __init__(self, hardware: Hardware) -> None:
         self.channels = {link.name: Channel(link) for link in hardware.links}
+        self._all = [*self.channels.values()]
         self._shared = [(rate.bytes_per_second, [self.channels[name] for name in rate.links]) for rate in hardware.shared]
         for _, members in self._shared:
             for channel in members:
@@ -76,10 +77,10 @@ class Links:
 
     def next(self) -> Channel | None:
         """Return the link with the next event; of several at the same time, the one that began first. None if all are idle."""
-        first: Channel | None = None
-        for channel in self.channels.values():
-            if channel.active is not None and (first is None or (channel.event, channel.order) < (first.event, first.order)):
-                first = channel
+        first, soonest = None, inf
+        for channel in self._all:
+            if channel.event < soonest or (first is not None and channel.event == soonest and channel.order < first.order):
+                first, soonest = channel, channel.event
         return first
 
     def begin(self, channel: Channel, now: float) -> None:
@@ -108,9 +109,9 @@ class Links:
         """Divide the shared rates again, since a transfer has joined or left."""
         moving = [channel for channel in self._sharing if channel.moving]
         for channel, rate in zip(moving, self._fair_rates(moving), strict=True):
-            channel.left = max(channel.left - channel.rate * (now - channel.since), 0.0)
-            channel.since, channel.rate = now, rate
-            channel.event = now + channel.left / rate
+            left = channel.left - channel.rate * (now - channel.since)
+            channel.left = left = left if left > 0.0 else 0.0
+            channel.since, channel.rate, channel.event = now, rate, now + left / rate
 
     def _fair_rates(self, moving: Sequence[Channel]) -> list[float]:
         """The rates of links that are busy together. There are few such sets, so each is worked out once."""
@@ -219,8 +220,11 @@ class TierUsage:
 
     def give_back(self, block: int) -> frozenset[WaitingTier]:
         """Record that the block has died. Return the tiers where that leaves room."""
-        freed = self._held[block] - self._lasting[block]
+        held = self._held[block]
+        if not held:
+            return held
+        freed = held - self._lasting[block]
         for tier in freed:
             self._used[tier] -= self._trace.blocks[block].size_bytes
-        self._held[block] &= self._lasting[block]
+        self._held[block] = held - freed
         return freed

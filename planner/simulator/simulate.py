@@ -30,7 +30,7 @@ from typing import Literal
 
 from planner.errors import InfeasiblePlanError, PlanError
 from planner.problem import spelled_out
-from planner.schema import Plan, Tier, Trace, WaitingTier, short_fingerprint
+from planner.schema import Plan, Trace, WaitingTier, short_fingerprint
 from planner.simulator.program import NOWHERE, compile_program
 from planner.simulator.resources import Channel, HostProcessor, Links, QueuedTransfer, TierUsage
 from planner.simulator.timeline import HostUpdate, MemoryChange, StageTimes, Standing, Timeline, Transfer, same
@@ -165,9 +165,10 @@ class _Replay:
         """What the tiers hold now, as the changes that an iteration begins with."""
         found: list[MemoryChange] = []
         for block, below in zip(self.source.blocks, self.tier_usage.held(), strict=True):
-            device_bytes = 0 if self.state[block.id] == "away" else self.trace.blocks[block.id].size_bytes
-            sizes: dict[Tier, int] = {"device": device_bytes, **dict.fromkeys(below, block.size_bytes)}
-            found += [(0.0, tier, block.id, size) for tier, size in sizes.items() if size]
+            if self.state[block.id] != "away" and (size := self.trace.blocks[block.id].size_bytes):
+                found.append((0.0, "device", block.id, size))
+            if below and block.size_bytes:
+                found += [(0.0, tier, block.id, block.size_bytes) for tier in below]
         return found
 
     def _reach(self, stage: int) -> None:
@@ -186,7 +187,10 @@ class _Replay:
             return False
         if self.dead and not self.dead.isdisjoint(self.layout.born[stage]):
             return False
-        return all(self.state[block] == "device" for block in self.layout.inputs[stage])
+        for block in self.layout.inputs[stage]:  # a loop: it is asked at every event
+            if self.state[block] != "device":
+                return False
+        return True
 
     def _held_back(self, block: int) -> bool:
         """Whether user code keeps a copy in of the block from beginning, see [Note: user code]."""
@@ -224,7 +228,7 @@ class _Replay:
             self._free_device(self.trace.blocks[block].size_bytes, block)
         self.state[block] = "away"
         for tier in self.tier_usage.give_back(block):
-            self._changed(tier, block, -self.source.blocks[block].size_bytes)
+            self._changed_below(tier, block, -self.source.blocks[block].size_bytes)
         self.copies[block] = NOWHERE
 
     def _drop(self, index: int) -> None:
@@ -275,7 +279,7 @@ class _Replay:
                 self.visible_copies += job.block in self.layout.visible
             else:
                 if self.tier_usage.take(job.block, job.tier, stage=self.stage):
-                    self._changed(job.tier, job.block, job.size)
+                    self._changed_below(job.tier, job.block, job.size)
             self.links.begin(channel, self.now)
 
     def _proceed(self, limit: float) -> bool:
@@ -345,12 +349,14 @@ class _Replay:
         self.used += size
         if self.used > self.peak:
             self.peak = self.used
-        self._changed("device", block, size)
+        if size:
+            self.memory.append((self.now - self.iteration_began, "device", block, size))
 
     def _free_device(self, size: int, block: int | None) -> None:
         self.used -= size
-        self._changed("device", block, -size)
+        if size:
+            self.memory.append((self.now - self.iteration_began, "device", block, -size))
 
-    def _changed(self, tier: Tier, block: int | None, size: int) -> None:
+    def _changed_below(self, tier: WaitingTier, block: int, size: int) -> None:
         if size:
             self.memory.append((self.now - self.iteration_began, tier, block, size))

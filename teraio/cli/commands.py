@@ -19,7 +19,7 @@ import typer
 import planner
 from planner.errors import FileFormatError, PlanError
 from planner.policies import POLICIES
-from planner.problem import SolverSettings, live_bytes
+from planner.problem import SolverSettings, live_bytes, without_collections
 from planner.schema import printable, read_format, told
 from teraio import __version__
 from teraio.cli import arguments
@@ -38,6 +38,7 @@ FileKind = StrEnum("FileKind", ["trace", "plan"])  # as the command line names t
 
 
 @with_solver_options
+@without_collections()
 def plan(
     trace: TraceFile,
     device: Device,

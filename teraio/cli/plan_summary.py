@@ -249,9 +249,9 @@ def _relieved(move: planner.Move, excess: Sequence[int], *, consumed: bool) -> i
     """
     leaves = move.after if move.offload is None else move.offload.start
     back = move.before + consumed if move.prefetch is None else move.prefetch.start
-    away = (stage % len(excess) for stage in range(leaves + 1, back))
-    worst = max(away, key=excess.__getitem__, default=None)
-    return worst if worst is not None and excess[worst] > 0 else None
+    away = [*excess, *excess][leaves + 1 : back]
+    most = max(away, default=0)
+    return (leaves + 1 + away.index(most)) % len(excess) if most > 0 else None
 
 
 def _serves(move: planner.Move, stage: int, stages: int) -> bool:

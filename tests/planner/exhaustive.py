@@ -179,8 +179,9 @@ def all_decisions(problem: Problem) -> Iterator[Decisions]:
     """Yield every combination of decisions in which enough blocks move for each stage to fit."""
     budget = problem.budgets.device_bytes
     options = _options(problem)
+    around = [problem.covering(stage) for stage in range(problem.stage_count)]
     for moved in product(*([False, True] if choices[0] is None else [True] for choices in options)):
-        absent = [sum(problem.periods[index].size_bytes for index in covering if moved[index]) for covering in problem.covering]
+        absent = [sum(problem.periods[index].size_bytes for index in covering if moved[index]) for covering in around]
         if any(live - away > budget for live, away in zip(problem.live_bytes, absent, strict=True)):
             continue
         chosen = [index for index, moves in enumerate(moved) if moves]

@@ -17,7 +17,7 @@ def knapsack() -> Program:
     """Values 6, 5 and 4 with weights 4, 3 and 2, of which 5 fit."""
     program = Program()
     items = [program.variable(whole=True) for _ in range(3)]
-    program.at_most(zip(items, (4.0, 3.0, 2.0), strict=True), 5)
+    program.at_most(list(zip(items, (4.0, 3.0, 2.0), strict=True)), 5)
     program.minimise(zip(items, (-6.0, -5.0, -4.0), strict=True))
     return program
 
