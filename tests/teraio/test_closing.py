@@ -21,10 +21,10 @@ from ..training import MIB, Training, compiled, mean_square_step, pagers, random
 
 pytestmark = pytest.mark.usefixtures("finely_cut", "quick_links")
 
-WEIGHTS = 12
+WEIGHTS = 8
 """Of 1 MiB each, and as much momentum."""
-BUDGET = 8 * MIB
-TIERS = {"on drives": {}, "in both tiers": {"host_budget": 6 * MIB}, "checked": {"checksums": True, "debug": True}}
+BUDGET = 6 * MIB
+TIERS = {"on drives": {}, "in both tiers": {"host_budget": 4 * MIB}, "checked": {"checksums": True, "debug": True}}
 
 
 def trained(folder: Path, how: str = "on drives", **more: object) -> Training:

@@ -20,13 +20,15 @@ from .virtual import BLOCK_BYTES, IN, STAGES, VirtualTraining
 
 pytestmark = pytest.mark.usefixtures("finely_cut", "quick_links")
 
-BUDGETS = {"fits": 200 * MIB, "on drives": 6 * MIB, "in both tiers": 6 * MIB}
+BUDGETS = {"fits": 200 * MIB, "on drives": 5 * MIB, "in both tiers": 5 * MIB}
 
 
 def training_in(folder: Path, how: str) -> Training:
-    """Eight weights of 1 MiB with momentum."""
-    host = {"host_budget": 4 * MIB} if how == "in both tiers" else {}
-    return weights_of_1_mib({"memory_budget": BUDGETS[how], "storage": folder, **host}, count=8, momentum=0.9)
+    """Six weights of 1 MiB with momentum."""
+    host = {"host_budget": 3 * MIB} if how == "in both tiers" else {}
+    return weights_of_1_mib(
+        {"memory_budget": BUDGETS[how], "storage": folder, "solver_time_limit": 3, **host}, count=6, momentum=0.9
+    )
 
 
 def park() -> teraio.Parked:

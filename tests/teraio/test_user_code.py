@@ -101,7 +101,7 @@ def test_the_budget_that_an_error_names_counts_what_was_given_away(stack: nn.Seq
 
 # -- what user code has not written is not written to the drive again, and no write is missed
 
-BUDGET = {"memory_budget": "7MiB"}
+BUDGET = {"memory_budget": "7MiB", "solver_time_limit": 2}
 """Of 8 weights of 1 MiB, 4 or more stay when a forward pass ends."""
 
 
