@@ -139,7 +139,7 @@ def test_an_error_says_what_longer_sequences_need(tmp_path: Path) -> None:
         model: nn.Module = compiled(Predictor(2048, 64), {"storage": str(tmp_path), "memory_budget": budget}, dynamic=True)
         return model
 
-    short, long = (torch.arange(length) % 2048 for length in (256, 1 << 14))
+    short, long = (torch.arange(length) % 2048 for length in (256, 1 << 15))
     first = refused(made(MIB), short)
     assert "(not counted, since not known yet: inputs that are larger than those of this call, graphs" in str(first)
     model = made(first.smallest_bytes)
