@@ -107,7 +107,7 @@ def fail_on(monkeypatch: pytest.MonkeyPatch, call: str, folder: Path, code: int 
 
 def test_a_drive_that_is_full_before_training(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_space.SpillFile, "available_bytes", property(lambda file: 2 * MIB))
-    training = start(options)
+    training = begin(lambda: make_model(2 * LAYERS), make_optimizers, options)  # weights alone need twice the room
     with pytest.raises(teraio.StorageFullError, match="has 2,097,152 bytes free; free some"):
         train(training, 0, 1)
     assert not list(tmp_path.iterdir())
