@@ -16,7 +16,7 @@ from .harness import MIB, Batch, Case, Run, budgeted_options, check_budget, chec
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick")
 
-CLASSES, WIDTH, LAYERS = 4096, 64, 2
+CLASSES, WIDTH, LAYERS = 4096, 64, 3
 ABOVE = 20 * MIB
 """What the head needs is more, and that of another layer less."""
 
