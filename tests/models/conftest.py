@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ..teraio.conftest import fresh_process_state, one_compute_thread, planning_in_process, quick_links
+from ..teraio.conftest import finely_cut, fresh_process_state, one_compute_thread, planning_in_process, quick_links
 from ..teraio.parity.conftest import fine_and_quick, on_one_thread
 from .torchvision_import import make_importable
 
@@ -17,6 +17,7 @@ make_importable()  # before anything imports transformers
 
 __all__ = [
     "fine_and_quick",
+    "finely_cut",
     "fresh_process_state",
     "on_one_thread",
     "one_compute_thread",

@@ -9,12 +9,13 @@ from collections.abc import Callable
 
 import pytest
 
-from ..teraio.conftest import fresh_process_state, one_compute_thread, planning_in_process, quick_links
+from ..teraio.conftest import finely_cut, fresh_process_state, one_compute_thread, planning_in_process, quick_links
 from ..teraio.parity.conftest import eager_dropout, fine_and_quick, on_one_thread
 
 __all__ = [
     "eager_dropout",
     "fine_and_quick",
+    "finely_cut",
     "fresh_process_state",
     "on_one_thread",
     "one_compute_thread",

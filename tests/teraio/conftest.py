@@ -19,6 +19,7 @@ from runtime.transfer import Engine
 from teraio import cli, phases
 from teraio.optimizer import OptimizerFacts
 from teraio.registry import REGISTRY
+from teraio.stages import CutPolicy
 
 from ..runtime.conftest import forking, forking_process, group
 from ..training import MIB, forget
@@ -101,6 +102,13 @@ def subgroups_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, subgroup_bytes=size_bytes))
 
     return fix
+
+
+@pytest.fixture
+def finely_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are cut wherever they can be, so that small models have many stages, and small budgets do."""
+    policy = CutPolicy(shortest_seconds=1e-9)
+    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, cut_policy=policy))
 
 
 @pytest.fixture

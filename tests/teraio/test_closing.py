@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,20 +16,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import teraio
 from runtime.paging import Block, State
 from teraio.profiling import StageRecord
-from teraio.registry import REGISTRY
-from teraio.stages import CutPolicy
 
 from ..training import MIB, Training, compiled, mean_square_step, pagers, random_rows, unequal, weights_of_1_mib
 
-BUDGET = 16 * MIB
-TIERS = {"on drives": {}, "in both tiers": {"host_budget": 12 * MIB}, "checked": {"checksums": True, "debug": True}}
+pytestmark = pytest.mark.usefixtures("finely_cut", "quick_links")
+
+WEIGHTS = 8
+"""Of 1 MiB each, and as much momentum."""
+BUDGET = 6 * MIB
+TIERS = {"on drives": {}, "in both tiers": {"host_budget": 4 * MIB}, "checked": {"checksums": True, "debug": True}}
 
 
 def trained(folder: Path, how: str = "on drives", **more: object) -> Training:
-    """24 weights of 1 MiB with momentum after four steps under a budget that holds about a third of them."""
+    """After four steps under a budget that holds about a third of weights and momentum."""
     torch.manual_seed(0)
     options = {"memory_budget": BUDGET, "storage": folder, **TIERS[how], **more}
-    training = weights_of_1_mib(options, momentum=0.9)
+    training = weights_of_1_mib(options, count=WEIGHTS, momentum=0.9)
     training.run(random_rows(4), functools.partial(mean_square_step, training))
     return training
 
@@ -72,13 +72,13 @@ def test_what_does_not_fit_stays_readable_and_writable(tmp_path: Path, how: str)
     assert pager.account.peak_bytes <= BUDGET and not pager.closing.away_bytes()
     assert not list(tmp_path.iterdir()), "nothing in the directory has a name"
     held = sum(size for file, size in files().items() if file not in before)
-    assert 48 * MIB - BUDGET <= held <= 48 * MIB, "what is in no slot is free"
+    assert 2 * WEIGHTS * MIB - BUDGET <= held <= 2 * WEIGHTS * MIB, "what is in no slot is free"
     assert not unequal(weights(training), expected)
     assert not unequal([states[weight]["momentum_buffer"] for weight in weights(training)], momenta)
     with torch.no_grad():
         for number, weight in enumerate(weights(training)):
             weight.fill_(number)
-    assert [weight.unique().tolist() for weight in weights(training)] == [[number] for number in range(24)]
+    assert [weight.unique().tolist() for weight in weights(training)] == [[number] for number in range(WEIGHTS)]
 
 
 def test_space_is_freed_with_each_tensor_and_descriptors_with_the_last(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_space_is_freed_with_each_tensor_and_descriptors_with_the_last(tmp_path:
     teraio.reset()
     held = [sum(files().values())]
     parameters, optimizer = weights(training), training.optimizers.pop()
-    for weight in parameters[:8]:
+    for weight in parameters[:4]:
         del optimizer.state[weight]
     held.append(sum(files().values()))
     assert held[1] < held[0]
@@ -101,7 +101,7 @@ def test_space_is_freed_with_each_tensor_and_descriptors_with_the_last(tmp_path:
     ("how", "again"), [("on drives", "after reset"), ("in both tiers", "by other options"), ("checked", "after reset")]
 )
 def test_the_next_run_takes_over_under_the_same_budget(tmp_path: Path, how: str, again: str) -> None:
-    plain = trained(tmp_path, memory_budget=200 * MIB)
+    plain = trained(tmp_path, memory_budget=100 * MIB)
     torch.manual_seed(5)
     plain.run(random_rows(4), functools.partial(mean_square_step, plain))
     expected = list(plain.finish().values())
@@ -117,7 +117,7 @@ def test_the_next_run_takes_over_under_the_same_budget(tmp_path: Path, how: str,
     (pager,) = pagers()
     assert pager.account.peak_bytes <= BUDGET
     moved = [block for block in pager.blocks if block.kind == "parameter"]
-    assert len(moved) == 24 and all(block.span is not None for block in moved)
+    assert len(moved) == WEIGHTS and all(block.span is not None for block in moved)
     assert any(block.state is State.OFFLOADED for block in moved)
     assert not unequal([weight.detach().clone() for weight in weights(training)], expected)
     assert len(files()) <= 1 + ("host_budget" in TIERS[how]), "the earlier run's files are gone"
@@ -128,7 +128,7 @@ def test_a_tensor_that_no_run_takes_over_is_left_alone(tmp_path: Path) -> None:
     teraio.reset()
     torch._dynamo.reset()
     kept = [weight.detach().clone() for weight in weights(training)]
-    other = weights_of_1_mib({"memory_budget": BUDGET, "storage": tmp_path}, count=12)
+    other = weights_of_1_mib({"memory_budget": BUDGET, "storage": tmp_path}, count=WEIGHTS // 2)
     other.run(random_rows(2), functools.partial(mean_square_step, other))
     teraio.reset()
     assert not unequal(weights(training), kept)
@@ -137,14 +137,6 @@ def test_a_tensor_that_no_run_takes_over_is_left_alone(tmp_path: Path) -> None:
 # -- passes without an optimizer step between them: what is kept of them does not grow with their number
 
 WATCHED = (StorageWeakRef, Block, StageRecord)
-
-
-@pytest.fixture
-def six_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Training]:
-    """Begins to train six weights of 1 MiB under a budget, with a stage for each. Outputs are under 1 MiB for up to 511 rows."""
-    policy = CutPolicy(shortest_seconds=1e-9)
-    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, cut_policy=policy))
-    return lambda budget: weights_of_1_mib({"memory_budget": budget, "storage": tmp_path}, count=6)
 
 
 def evaluate(training: Training, *, passes: int) -> None:
@@ -159,8 +151,8 @@ def kept() -> Counter[type]:
     return Counter(type(thing) for thing in gc.get_objects() if type(thing) in WATCHED)
 
 
-def test_evaluations_between_two_steps_keep_nothing(six_layers: Callable[[int], Training]) -> None:
-    training = six_layers(4 * MIB)
+def test_evaluations_between_two_steps_keep_nothing(tmp_path: Path) -> None:
+    training = weights_of_1_mib({"memory_budget": 4 * MIB, "storage": tmp_path}, count=6)
     training.run(random_rows(1), functools.partial(mean_square_step, training))
     evaluate(training, passes=70)
     before = kept()

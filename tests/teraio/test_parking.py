@@ -18,13 +18,17 @@ from runtime.paging.stage_memory import HELD, NO_ROOM, TOO_SMALL
 from ..training import MIB, Training, mean_square_step, pagers, random_rows, unequal, weights_of_1_mib
 from .virtual import BLOCK_BYTES, IN, STAGES, VirtualTraining
 
-BUDGETS = {"fits": 200 * MIB, "on drives": 10 * MIB, "in both tiers": 10 * MIB}
+pytestmark = pytest.mark.usefixtures("finely_cut", "quick_links")
+
+BUDGETS = {"fits": 200 * MIB, "on drives": 5 * MIB, "in both tiers": 5 * MIB}
 
 
 def training_in(folder: Path, how: str) -> Training:
-    """14 weights of 1 MiB with momentum."""
-    host = {"host_budget": 7 * MIB} if how == "in both tiers" else {}
-    return weights_of_1_mib({"memory_budget": BUDGETS[how], "storage": folder, **host}, count=14, momentum=0.9)
+    """Six weights of 1 MiB with momentum."""
+    host = {"host_budget": 3 * MIB} if how == "in both tiers" else {}
+    return weights_of_1_mib(
+        {"memory_budget": BUDGETS[how], "storage": folder, "solver_time_limit": 3, **host}, count=6, momentum=0.9
+    )
 
 
 def park() -> teraio.Parked:
@@ -107,10 +111,10 @@ def test_what_user_code_holds_stays_and_is_named(tmp_path: Path) -> None:
 
 
 def test_without_a_lower_tier_everything_stays() -> None:
-    training = weights_of_1_mib({})
+    training = weights_of_1_mib({}, count=8)
     training.run(random_rows(1), functools.partial(mean_square_step, training))
     parked = teraio.park()
-    assert parked.left_bytes == 0 and parked.staying_bytes[NO_ROOM] >= 24 * MIB
+    assert parked.left_bytes == 0 and parked.staying_bytes[NO_ROOM] >= 8 * MIB
 
 
 # -- in virtual time

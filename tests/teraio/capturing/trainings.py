@@ -115,9 +115,9 @@ def compiles_nothing() -> Callable[[], object]:
     return stepping(lambda: model(torch.ones(2, 4)).sum().backward(), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def of_lengths(*, dynamic: bool = True) -> Callable[[int], None]:
+def of_lengths(*, dynamic: bool = True, layers: int = 1) -> Callable[[int], None]:
     """The step takes a length. Graphs are compiled for a batch of 256."""
-    model = Transformer(1, 64, heads=2, vocabulary=500)
+    model = Transformer(layers, 64, heads=2, vocabulary=500)
     optimizer = torch.optim.AdamW(model.parameters())
     compiled = torch.compile(model, backend="teraio", dynamic=dynamic)
     begun: list[int] = []

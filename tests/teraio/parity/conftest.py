@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-from teraio.registry import REGISTRY
-from teraio.stages import CutPolicy
 
 
 @pytest.fixture(autouse=True)
@@ -18,10 +14,8 @@ def on_one_thread(one_compute_thread: None) -> None:
 
 
 @pytest.fixture
-def fine_and_quick(monkeypatch: pytest.MonkeyPatch, quick_links: None) -> None:
-    """Graphs are cut wherever they can be, so that small budgets do."""
-    policy = CutPolicy(shortest_seconds=1e-9)
-    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, cut_policy=policy))
+def fine_and_quick(finely_cut: None, quick_links: None) -> None:
+    """For small budgets and few steps."""
 
 
 @pytest.fixture

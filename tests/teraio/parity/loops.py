@@ -66,7 +66,7 @@ def hold_and_write(run: Run, batch: Batch, index: int) -> None:
     before = weight.detach().clone()
     run.optimizer.zero_grad()
     loss = run.loss(batch)
-    run.module.get_parameter("layers.2.up.weight").data.mul_(0.9)
+    run.module.get_parameter("layers.1.up.weight").data.mul_(0.9)
     loss.backward()
     for parameter in run.module.parameters():
         assert parameter.grad is not None
@@ -83,7 +83,7 @@ def hold_and_write(run: Run, batch: Batch, index: int) -> None:
     with torch.no_grad():
         torch._foreach_mul_(others, 0.95)
         run.module.get_parameter("layers.0.down.weight")[7].fill_(0.01)
-    run.module.get_parameter("layers.2.up.weight").detach().numpy()[2, :] = 0.02
+    run.module.get_parameter("layers.1.up.weight").detach().numpy()[2, :] = 0.02
 
 
 def leave_the_plan(run: Run, batch: Batch, index: int) -> None:

@@ -128,7 +128,7 @@ class Chain(nn.Module):
     break_at: number of layers in front of a graph break; 0 for none.
     """
 
-    def __init__(self, *, outputs: int = VOCABULARY, depth: int = 3, dropout: float = 0.0, break_at: int = 0) -> None:
+    def __init__(self, *, outputs: int = VOCABULARY, depth: int = 2, dropout: float = 0.0, break_at: int = 0) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Wide(dropout) for _ in range(depth))
         self.last = nn.Linear(WIDTH, outputs)

@@ -29,7 +29,7 @@ from ..virtual import for_each_iteration
 from .harness import MIB, Case, Result, Run, check_exact, one_update, reference, share_of_peak, train
 from .optimizers import KINDS, small
 
-STEPS = by_profile(ci=16, long=50)
+STEPS = by_profile(ci=10, long=50)
 HOST_BYTES = 96 * MIB
 TOLERANCE = 1e-3
 """Relative, in the norm of a tensor: what up to 50 steps make of the different rounding of fused and unfused updates, in float32.
@@ -133,7 +133,7 @@ def test_groups_clipping_a_schedule_and_accumulated_gradients(tmp_path: Path) ->
         run.update()
         schedule.step()
 
-    case = small(make, step=step, steps=16)
+    case = small(make, step=step, steps=STEPS)
     expected, found = on_host(case, tmp_path, as_usual=False, debug=True, checksums=True)
     check_near(found, expected)
     assert updates and away[-1] > 0
@@ -158,7 +158,7 @@ def test_an_error_of_the_update_reaches_the_training_thread(tmp_path: Path, monk
 
     monkeypatch.setattr(HostUpdate, "update", fail)
     with pytest.raises(StorageError, match="no such luck"):
-        on_host(small("AdamW"), tmp_path)
+        on_host(small("AdamW", steps=4), tmp_path)
 
 
 def test_a_step_that_fails_leaves_no_update_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_a_step_that_fails_leaves_no_update_behind(tmp_path: Path, monkeypatch: 
             left.append((len(running), len(updates)))
         run.optimizer.zero_grad()
 
-    usual = small("AdamW", layers=4)
+    usual = small("AdamW", layers=4, steps=7)
     budget = int(0.6 * reference(usual).status.device_peak_bytes)
     plan = plan_for(usual, tmp_path, budget, policy="stride-2")
     monkeypatch.setattr(HostUpdate, "run", slow)
@@ -213,7 +213,7 @@ def test_a_step_that_fails_leaves_no_update_behind(tmp_path: Path, monkeypatch: 
 
 def test_blocks_that_do_not_get_there_update_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if that turns out late; and not only once."""
-    case = small("AdamW")
+    case = small("AdamW", steps=6)
     run_step = subgroup_steps.run_step
     refused, seconds = [], []
 

@@ -86,7 +86,7 @@ def masters_away(result: Result) -> int:
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "steps", "fraction"),
-    [("AdamW", FP16, by_profile(ci=14, long=50), 0.5), ("SGD momentum", BF16, 14, 0.6), ("Adafactor", BF16, 14, 0.7)],
+    [("AdamW", FP16, by_profile(ci=8, long=50), 0.5), ("SGD momentum", BF16, 8, 0.6), ("Adafactor", BF16, 8, 0.7)],
 )
 def test_with_and_without_a_budget(kind: str, dtype: torch.dtype, steps: int, fraction: float, tmp_path: Path) -> None:
     """Without one everything fits after a few steps, and teraio manages nothing any more."""

@@ -31,7 +31,7 @@ from .test_states import groups
 
 pytestmark = [pytest.mark.usefixtures("fine_and_quick", "few_slices"), compiled_input_needs_grad]
 
-STEPS = 12
+STEPS = 9
 WATCHED = 3
 """Steps until parameters are updated inside the backward pass: the optimizer's first one, and two more."""
 
@@ -81,7 +81,7 @@ def test_the_same_bits(name: str, tmp_path: Path) -> None:
 
 def test_with_a_host_tier(tmp_path: Path) -> None:
     """Where the plan might run updates on the host: those inside the backward pass stay on the device, and keep the bits."""
-    case = small("AdamW", layers=3, planned=True, steps=14)
+    case = small("AdamW", layers=3, planned=True, steps=10)
     trace_out = tmp_path / "trace.json"
     options: dict[str, Any] = {"host_budget": 64 * MIB, "overlap_step": True, "trace_out": trace_out}
     assert overlapped(check_states(case, tmp_path, states=1, fraction=0.4, **options))

@@ -167,9 +167,9 @@ class Row:
     check: Callable[[Result], bool] = field(default=lambda result: True)
 
 
-def own(step: Any, steps: int, make: Any = no_optimizers, deviations: int | None = None) -> Row:
+def own(step: Any, steps: int, make: Any = no_optimizers, *, layers: int = 3, deviations: int | None = None) -> Row:
     return Row(
-        case=small(make, step=step, steps=steps, layers=3, planned=True),
+        case=small(make, step=step, steps=steps, layers=layers, planned=True),
         states=0,
         fraction=0.6,
         check=lambda result: followed(result) and deviations in (None, result.status.deviations),
@@ -215,8 +215,8 @@ ROWS = {
     ),
     "updates by hand": own(by_hand, 14, deviations=0),
     "updates by hand that teraio is told of": own(told, 7, deviations=0),
-    "several updates after passes without gradients": own(rollout, 12, "Adam"),
-    "many passes without gradients": own(generate, 12, "Adam"),
+    "several updates after passes without gradients": own(rollout, 12, "Adam", layers=2),
+    "many passes without gradients": own(generate, 8, "Adam", layers=2),
     "no updates": own(infer, 42),
 }
 

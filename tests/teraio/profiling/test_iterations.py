@@ -223,19 +223,19 @@ def test_one_plan_is_followed_for_inputs_of_all_sizes_until_larger_ones_come(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is that of the largest, wherever these came. It is followed while one for larger ones is made."""
-    sizes = (*(1024, 64, 512, 960, 704, 832, 640, 768, 896), *(320, 1000, 64) * 2, 1400, 1024, 1400, 512)
+    sizes = (*(1024, 64, 512, 960, 704, 832, 640), *(320, 1000, 64), 1400, 1024, 1400, 512)
     with caplog.at_level(logging.INFO, "teraio"):
         statuses = trained(tmp_path, one_pass(*sizes))
     assert {status.deviations for status in statuses} == {0}
     phases = [status.phase for status in statuses]
-    assert phases[4:6] == ["planning", "planned"] and set(phases[5:15]) == {"planned"}
-    assert phases[15:17] == ["planning", "planned"] and set(phases[17:]) == {"planned"}
+    assert phases[4:6] == ["planning", "planned"] and set(phases[5:10]) == {"planned"}
+    assert phases[10:12] == ["planning", "planned"] and set(phases[12:]) == {"planned"}
     assert "inputs were larger than those that the plan is for" in caplog.text and statuses[-1].replans == 0
 
 
 def test_what_trains_with_the_largest_inputs_first_trains_with_them_last(tmp_path: Path) -> None:
     """Cut for 8 rows, all layers would be one stage, which needs more than the budget for 1400. Then one graph serves all."""
-    statuses = trained(tmp_path, one_pass(8, 8, 16, 1400, 8, *(1024, 1400, 64, 512, 8) * 2))
+    statuses = trained(tmp_path, one_pass(8, 8, 16, 1400, 8, 1024, 1400, 64, 512, 8))
     assert statuses[-1].phase == "planned" and statuses[-1].floor_bytes <= statuses[2].floor_bytes * 2  # type: ignore[operator]
     assert statuses[3].stages > statuses[2].stages and statuses[-1].stages == statuses[3].stages
 
@@ -243,7 +243,7 @@ def test_what_trains_with_the_largest_inputs_first_trains_with_them_last(tmp_pat
 def test_inputs_that_grow_in_small_steps_do_not_have_a_graph_made_for_each(tmp_path: Path) -> None:
     """Only when stages have to become half as large. One graph is that of the training without a budget."""
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    statuses = trained(tmp_path, one_pass(*range(8, 1400, 48)))
+    statuses = trained(tmp_path, one_pass(*range(8, 1400, 96)))
     assert 1 < len({status.stages for status in statuses}) <= 4
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 5
 

@@ -6,7 +6,9 @@ waits in which tier. No planner would choose them.
 
 from __future__ import annotations
 
+import functools
 import random
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -166,13 +168,24 @@ class Profiled:
     trace: Trace
 
 
-def profiled(trained: Case, folder: Path, *, tier: str = "storage") -> Profiled:
-    """Train without a budget, and with one of 0.8 of the peak to get a trace."""
+@functools.cache
+def without_a_budget(trained: Case) -> Result:
+    """The reference run, once in this process."""
     reference = train(trained)
     require(reference.status.phase == "fits", "the reference fits")
-    path, budget = folder / "profiled.json", int(0.8 * reference.status.device_peak_bytes)
-    check(train(trained, options={"memory_budget": budget, "trace_out": path, **lower(tier, folder)}), reference, budget)
-    return Profiled(reference=reference, trace=Trace.load(path))
+    return reference
+
+
+@functools.cache
+def profiled(trained: Case, *, tier: str = "storage") -> Profiled:
+    """Train without a budget, and with one of 0.8 of the peak to get a trace: once in this process for equal programs."""
+    reference = without_a_budget(trained)
+    budget = int(0.8 * reference.status.device_peak_bytes)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = folder / "profiled.json"
+        check(train(trained, options={"memory_budget": budget, "trace_out": path, **lower(tier, folder)}), reference, budget)
+        return Profiled(reference=reference, trace=Trace.load(path))
 
 
 def lower(tier: str, folder: Path) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ from .programs import (
     PROGRAMS,
     ROWS,
     Model,
-    Profiled,
     batch,
     check,
     follow,
@@ -56,34 +56,19 @@ BUDGET = 22 * MIB
 STEPS = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """The profile, and what gradients a run that keeps everything has after `STEPS` steps, by the number of the batch."""
-
-    profiled: Profiled
-    gradients: dict[int, list[Tensor]]
-
-
-@pytest.fixture(scope="module")
-def known_once() -> list[Known]:
-    return []
+@functools.cache
+def known_gradients() -> dict[int, list[Tensor]]:
+    """Those that a run which keeps everything has after `STEPS` steps, by the number of the batch."""
+    run = start(PLAIN)
+    run.go(list(range(STEPS)))
+    return {number: gradients(run, forward(run, number)) for number in (7, 8)}
 
 
-@pytest.fixture
-def known(tmp_path: Path, known_once: list[Known]) -> Known:
-    if not known_once:
-        found = profiled(PLAIN, tmp_path)
-        run = start(PLAIN)
-        run.go(list(range(STEPS)))
-        known_once.append(Known(profiled=found, gradients={number: gradients(run, forward(run, number)) for number in (7, 8)}))
-    return known_once[0]
-
-
-def planned(known: Known, folder: Path, **options: Any) -> Run:
+def planned(folder: Path, **options: Any) -> Run:
     """Train by a plan in which all groups run again."""
-    trace, path = known.profiled.trace, folder / "plan.json"
-    chosen = RerunPlaces(trace).of(range(len(trace.recompute)))
-    plan_with_reruns(known.profiled, Budgets(device_bytes=BUDGET), chosen, random.Random(0)).save(path)
+    known, path = profiled(PLAIN), folder / "plan.json"
+    chosen = RerunPlaces(known.trace).of(range(len(known.trace.recompute)))
+    plan_with_reruns(known, Budgets(device_bytes=BUDGET), chosen, random.Random(0)).save(path)
     run = start(PLAIN, options={"memory_budget": BUDGET, "plan": path, **lower("storage", folder), **options})
     run.go(list(range(8 if options else STEPS)))
     (status,) = teraio.status()
@@ -120,18 +105,17 @@ def change_an_input(run: Run) -> None:
         run.module.layers[0].up.bias.add_(1)
 
 
-def test_a_run_that_ends_recomputes_what_is_still_needed(known: Known, tmp_path: Path) -> None:
-    run = planned(known, tmp_path)
+def test_a_run_that_ends_recomputes_what_is_still_needed(tmp_path: Path) -> None:
+    known = known_gradients()
+    run = planned(tmp_path)
     loss = forward(run, 7)
     assert dropped() == 3
     teraio.reset()
-    assert not unequal(gradients(run, loss), known.gradients[7])
+    assert not unequal(gradients(run, loss), known[7])
 
 
-def test_a_run_that_ends_goes_on_where_an_input_was_changed(
-    known: Known, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = planned(known, tmp_path)
+def test_a_run_that_ends_goes_on_where_an_input_was_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = planned(tmp_path)
     loss = forward(run, 7)
     change_an_input(run)
     teraio.reset()
@@ -140,19 +124,20 @@ def test_a_run_that_ends_goes_on_where_an_input_was_changed(
         loss.backward()
 
 
-def test_training_goes_on(known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After hooks that copy what is saved, passes in another order, stages that fail, and an input that was changed."""
-    run = planned(known, tmp_path)
+    known = known_gradients()
+    run = planned(tmp_path)
     with save_on_cpu():
         loss = forward(run, 7)
     assert dropped() == 0
-    assert not unequal(gradients(run, loss), known.gradients[7])
+    assert not unequal(gradients(run, loss), known[7])
     end_iteration(run)
     # The second forward pass is not in the plan; what the first one dropped is recomputed when it is needed.
     first, second = forward(run, 7), loss_of(run, batch(8))
-    assert not unequal(gradients(run, first), known.gradients[7])
+    assert not unequal(gradients(run, first), known[7])
     run.optimizer.zero_grad()
-    assert not unequal(gradients(run, second), known.gradients[8])
+    assert not unequal(gradients(run, second), known[8])
     end_iteration(run)
     no_room = BudgetError(smallest_bytes=2, budget_bytes=1, stage="again")
     for error in (StorageIOError(path="/nowhere", block="w", errno=5), no_room):
@@ -162,7 +147,7 @@ def test_training_goes_on(known: Known, tmp_path: Path, monkeypatch: pytest.Monk
             loss.backward(retain_graph=True)
         assert dropped() == 2
         run.optimizer.zero_grad()
-        assert not unequal(gradients(run, loss), known.gradients[7])
+        assert not unequal(gradients(run, loss), known[7])
         end_iteration(run)
     before = run.module.layers[0].up.bias.detach().clone()
     loss = forward(run, 7)
@@ -170,7 +155,7 @@ def test_training_goes_on(known: Known, tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UnsupportedError, match="layers.0.up.bias was changed in place after the forward pass"):
         loss.backward()
     run.module.layers[0].up.bias.data.copy_(before)
-    assert not unequal(gradients(run, forward(run, 8)), known.gradients[8])
+    assert not unequal(gradients(run, forward(run, 8)), known[8])
 
 
 def fail_the_second(patch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -188,10 +173,10 @@ def fail_the_second(patch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 @pytest.mark.parametrize("options", [{"recompute": "off"}, {"overlap_step": True}])
-def test_a_plan_that_this_run_cannot_carry_out_is_refused(known: Known, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_plan_that_this_run_cannot_carry_out_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     message = "cannot run again in this run: the option (recompute is 'off'|overlap_step)"
     with pytest.raises(PlanError, match=message):
-        planned(known, tmp_path, **options)
+        planned(tmp_path, **options)
 
 
 # -- plans that nobody would choose, and forward stages that run again, also on demand: the bits of training without a budget
@@ -203,19 +188,19 @@ def test_a_plan_that_this_run_cannot_carry_out_is_refused(known: Known, tmp_path
 )
 def test_random_plans(tmp_path: Path, name: str, tier: str, seed: int, share: float) -> None:
     trained = {"plain": PLAIN, **PROGRAMS}[name]
-    known = profiled(trained, tmp_path, tier=tier)
+    known = profiled(trained, tier=tier)
     assert len(known.trace.recompute) >= 3
     follow(trained, known, tmp_path, seed, tier=tier, share=share, debug=seed % 2 == 1)
 
 
 @pytest.mark.parametrize("name", every_other(*PROGRAMS))
 def test_programs_by_random_plans(tmp_path: Path, name: str) -> None:
-    known = profiled(PROGRAMS[name], tmp_path)
+    known = profiled(PROGRAMS[name])
     follow(PROGRAMS[name], known, tmp_path, seed=3)
 
 
 def test_dropout_of_eager_stages_is_not_run_again(tmp_path: Path) -> None:
-    trace = profiled(program(lambda: Model(drop=0.2)), tmp_path).trace
+    trace = profiled(program(lambda: Model(drop=0.2))).trace
     reasons = {entry.reason for entry in trace.not_recomputed}
     assert reasons == {"it draws random numbers (native_dropout)"}
 
@@ -223,7 +208,7 @@ def test_dropout_of_eager_stages_is_not_run_again(tmp_path: Path) -> None:
 def test_dropout_of_inductor(tmp_path: Path) -> None:
     """Its seeds are kept, so that the stages that drop run again too."""
     trained = program(lambda: Model(layers=2, drop=0.2), options={"codegen": "inductor"})
-    known = profiled(trained, tmp_path)
+    known = profiled(trained)
     assert len(known.trace.recompute) >= 2
     follow(trained, known, tmp_path, seed=4)
 
