@@ -99,3 +99,13 @@ def test_a_group_whose_input_is_changed_in_between_cannot_run_again() -> None:
 )
 def test_the_layer_of_a_stage(name: str, layer: str | None) -> None:
     assert layer_of(name) == layer
+
+
+def test_the_last_choice_is_kept_and_another_one_is_worked_out_anew() -> None:
+    made = layers()
+    once = recomputed(made, chosen((0, 5)))
+    assert recomputed(made, list(chosen((0, 5)))) is once
+    other = recomputed(made, chosen((1, 4)))
+    assert [stage.phase for stage in other.stages] != [stage.phase for stage in once.stages]
+    again = recomputed(made, chosen((0, 5)))
+    assert again is not once and again == once and recomputed(made, ()) is made
