@@ -37,10 +37,10 @@ class Instants:
 
     @classmethod
     def of(cls, problem: Problem, most: int, repeats: Repeats | None = None) -> Instants:
-        """Choose at most `most` (at least one) of the iteration's instants; of passes that repeat, those of one of them count, and
-        beyond `most` those of the two stages at each of its ends.
+        """Choose at most `most` (at least one) of the iteration's instants. Of passes that repeat, those of one of them count.
 
-        The choice does not depend on the budget. The choice for a smaller `most` is a subset of the choice for a larger one.
+        Those of the two stages at each end of a pass come on top. The choice does not depend on the budget. The choice for a
+        smaller `most` is a subset of the choice for a larger one.
         """
         stages = problem.trace.stages
         ends = list(accumulate(stage.duration_seconds for stage in stages))

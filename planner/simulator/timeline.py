@@ -149,23 +149,23 @@ def critical_path(trace: Trace, plan: Plan, timeline: Timeline) -> CriticalPath:
 
     Time and memory are proportional to the number of stages and transfers; where many end at the same instant, to their square.
     """
+    import networkx as nx  # it takes a fifth of a second, which a command that shows no path need not spend
+
     segments = _segments(timeline)
     waits = _Waits(recomputed(trace, plan.recompute), plan)
     ended: dict[float, list[int]] = {}
-    before: list[int | None] = []  # by segment: the one that it follows on the longest path to it
-    lengths: list[float] = []  # of these paths, without the segment itself
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(segments)))
     for number, segment in enumerate(segments):
-        waited_for = [each for each in ended.get(segment.start_seconds, ()) if waits.may_wait(segment, segments[each])]
-        latest = max(waited_for, key=lambda each: lengths[each] + segments[each].seconds, default=None)
-        before.append(latest)
-        lengths.append(0.0 if latest is None else lengths[latest] + segments[latest].seconds)
+        for earlier in ended.get(segment.start_seconds, ()):
+            if waits.may_wait(segment, segments[earlier]):
+                graph.add_edge(earlier, number, seconds=segments[earlier].seconds)
         ended.setdefault(segment.end_seconds, []).append(number)
-    here: int | None = max(number for number, segment in enumerate(segments) if segment.resource == STAGES)
-    chain: list[PathSegment] = []
-    while here is not None:
-        chain.append(segments[here])
-        here = before[here]
-    return CriticalPath(segments=tuple(reversed(chain)))
+    last = max(number for number, segment in enumerate(segments) if segment.resource == STAGES)
+    # The path must end in the last stage, even if that takes no time.
+    graph.add_edge(last, "end", seconds=segments[last].seconds + timeline.iteration_seconds + 1.0)
+    chain = nx.dag_longest_path(graph, weight="seconds")
+    return CriticalPath(segments=tuple(segments[number] for number in chain[:-1]))
 
 
 def _segments(timeline: Timeline) -> list[PathSegment]:
