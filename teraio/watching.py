@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
 if TYPE_CHECKING:  # `import teraio` must not import torch
-    from runtime.execution import MeasuredMemory, Program
+    from runtime.execution import MeasuredMemory, Program, StageRerun
     from runtime.paging import Pager
     from teraio.machine import Machine
-    from teraio.profiling import Iteration, RerunRecord
+    from teraio.profiling import Iteration
 
 RunPhase = Literal["profile", "planning", "planned", "fits", "demand"]
 
@@ -117,7 +117,7 @@ class History:
         self._moved_bytes: Mapping[str, int] = {}
         self._busy_seconds: Mapping[str, float] = {}
         self.finished = 0
-        self.reruns: Sequence[RerunRecord] = ()
+        self.reruns: Sequence[StageRerun] = ()
         self.waited_seconds = self.recompute_seconds = 0.0
 
     def note(self, iteration: Iteration, phase: RunPhase, predicted_seconds: float | None, *, run: int) -> IterationStats:

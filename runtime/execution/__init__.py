@@ -6,6 +6,7 @@ from runtime.execution.program import (
     Constant,
     InterleavedStages,
     Kind,
+    LateBlocks,
     Observer,
     Phase,
     Program,

@@ -140,17 +140,17 @@ class _ManagedRun:
             StageRun(
                 name=stage.name,
                 phase=stage.phase,
-                begin=begin,
-                end=end,
                 workspace_bytes=workspace_bytes,
                 read=read,
                 made=tuple(dict.fromkeys(made)),
                 written=written,
-                next_uses=partial(_next_uses, stage, number, blocks),
                 never_again=stage.never_again or self._no_reruns,
                 collective_seconds=clock.seconds if clock is not None else 0.0,
                 code=None if stage.has_collectives else stage.code,  # in those a stage also waits for other ranks
-            )
+            ),
+            begin,
+            end,
+            partial(_next_uses, stage, number, blocks),
         )
         for i in stage.frees:
             blocks[i] = None
@@ -387,7 +387,8 @@ class Reruns:
         finally:
             pager.retire(read, [])
         self._spend(rerun)
-        self._observer.stage_ran_again(StageRerun(name=stage.name, begin=begin, end=end, made=tuple(fresh)))
+        made_bytes = sum(block.size_bytes for block in fresh)
+        self._observer.stage_ran_again(StageRerun(name=stage.name, made_bytes=made_bytes), begin, end)
 
     def _spend(self, rerun: Rerun) -> None:
         self._pager.set_source(rerun.made, None)

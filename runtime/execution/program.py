@@ -133,44 +133,54 @@ class Program:
         return len(self.slot_names)
 
 
-class StageRun(NamedTuple):
-    """One run of a stage under the pager.
+# Prefetched blocks that were waited for, by trace id, each with the seconds from the start of the wait to its arrival.
+LateBlocks = tuple[tuple[int, float], ...]
 
-    begin, end: on the device; the time between them contains no waiting for copies.
-    read: blocks that it read. made: blocks that it created. written: blocks that it changed.
-    next_uses: returns after how many stages the same region uses a block again; only blocks that it does use again. To be called
-    before `Observer.stage_ended` returns.
-    never_again: see `Stage`.
-    elements: number of parameter elements that it updates. host_seconds: seconds that the same update takes on the host's
-    processor; None if it cannot run there.
+
+@dataclass(slots=True, kw_only=True)
+class StageRun:
+    """One run of a stage under the pager, and the record of it.
+
+    read: blocks that it read. made: blocks that it created. written: blocks that it changed. never_again: see `Stage`.
+    elements: number of parameter elements that it updates. host_seconds: duration of the same update on the host's processor:
+    measured if it ran there (`on_host`), otherwise estimated; None if it cannot run there.
     collective_seconds: the part of its time in collectives, waiting for other ranks as well; 0 where that cannot be told, as on
     a GPU. code: see `Stage.code`; None if nothing is known to be alike.
+
+    Filled in by the observer:
+    seconds: its duration without waiting for copies; 0 until that is known. late: the prefetched blocks that it had to wait for.
+    retried: the allocator had to take memory away in it or before it, so that its time tells little; False once it is corrected.
     """
 
     name: str
     phase: str
-    begin: Mark
-    end: Mark
-    workspace_bytes: int
-    read: Sequence[Block]
-    made: Sequence[Block]
-    written: Sequence[Block]
-    next_uses: Callable[[], Mapping[Block, int]] = dict
+    workspace_bytes: int = 0
+    read: Sequence[Block] = ()
+    made: Sequence[Block] = ()
+    written: Sequence[Block] = ()
     never_again: str = ""
     elements: int = 0
     host_seconds: float | None = None
+    on_host: bool = False
     collective_seconds: float = 0.0
     code: Hashable = None
+    seconds: float = 0.0
+    late: LateBlocks = ()
+    retried: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StageRerun:
-    """One more run of a forward stage, in the backward pass. begin, end: as in `StageRun`. made: blocks it recomputed."""
+    """One more run of a forward stage, in the backward pass. made_bytes: what it recomputed. seconds, late: as in `StageRun`.
+
+    position: its number in the plan, filled in by the observer; None if the plan does not have it.
+    """
 
     name: str
-    begin: Mark
-    end: Mark
-    made: Sequence[Block]
+    made_bytes: int
+    position: int | None = None
+    seconds: float = 0.0
+    late: LateBlocks = ()
 
 
 class Observer(Protocol):
@@ -183,7 +193,7 @@ class Observer(Protocol):
         """
 
     def mark(self) -> Mark:
-        """Return the present point of the device's work, for the begin or the end of a `StageRun` or a `StageRerun`.
+        """Return the present point of the device's work, for the begin or the end of a stage, or of a re-run.
 
         Where no times are wanted, it is one that is at hand.
         """
@@ -197,14 +207,19 @@ class Observer(Protocol):
         What comes after a re-run begins when the next one is asked for.
         """
 
-    def stage_ran_again(self, rerun: StageRerun) -> None:
-        """A stage has run again, as the plan says or because a block was needed."""
+    def stage_ran_again(self, rerun: StageRerun, begin: Mark, end: Mark) -> None:
+        """A stage has run again, as the plan says or because a block was needed. begin, end: as in `stage_ended`."""
 
     def stage_reached(self) -> Sequence[Block]:
         """The next stage is about to get its memory. Returns what to prefetch from now on, in order."""
 
-    def stage_ended(self, run: StageRun) -> None:
-        """A stage has run. What it held may move again."""
+    def stage_ended(self, run: StageRun, begin: Mark, end: Mark, next_uses: Callable[[], Mapping[Block, int]] = dict) -> None:
+        """A stage has run. What it held may move again.
+
+        begin, end: on the device; the time between them contains no waiting for copies.
+        next_uses: returns after how many stages the same region uses a block again; only blocks that it does use again. To be
+        called before this returns.
+        """
 
     def region_ended(self) -> None:
         """The region is about to return to user code, or has failed."""

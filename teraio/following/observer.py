@@ -7,15 +7,17 @@ hears when each block is used next. Whom it evicts without a plan depends on tha
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-from runtime.execution import StageRerun, StageRun
+from runtime.device import Mark
+from runtime.execution import LateBlocks, StageRerun, StageRun
 from runtime.paging import Block, Pager
 from runtime.system import annotate
 from teraio.following.cursor import PlanCursor
 from teraio.following.schedule import StageSchedule
-from teraio.profiling import Iteration, IterationRecorder, LateBlocks
+from teraio.profiling import Iteration, IterationRecorder
 
+_NextUses = Callable[[], Mapping[Block, int]]  # see `Observer.stage_ended`
 _NOT_AGAIN = "it is a collective, which all ranks have to launch as often"
 
 
@@ -48,13 +50,14 @@ class IterationObserver:
     def stage_reached(self) -> Sequence[Block]:
         return self.plan.to_prefetch(self.plan.position) if self.plan.in_step else ()
 
-    def stage_ended(self, run: StageRun) -> None:
+    def stage_ended(self, run: StageRun, begin: Mark, end: Mark, next_uses: _NextUses = dict) -> None:
         region = self.recorder.region
         position, first = region.first + len(region.stages), len(region.made)
-        self.recorder.stage_ended(run, self._late())
+        run.late = self._late()
+        self.recorder.stage_ended(run, begin, end)
         if run.made:
             self._recognise(run.made, first)
-        self._pager.advance_clock(zip((*run.read, *run.made), self._until_next_uses(run, position), strict=False))
+        self._pager.advance_clock(zip((*run.read, *run.made), self._until_next_uses(run, next_uses, position), strict=False))
         if self.plan.in_step:
             self.plan.stage_ended()
 
@@ -90,8 +93,6 @@ class IterationObserver:
             StageRun(
                 name=name,
                 phase=phase,
-                begin=begin,
-                end=end,
                 workspace_bytes=workspace_bytes,
                 elements=elements,
                 read=read,
@@ -99,7 +100,9 @@ class IterationObserver:
                 written=written,
                 never_again=_NOT_AGAIN if collective else "",
                 collective_seconds=end.seconds_since(begin) if collective and not self._pager.device.asynchronous else 0.0,
-            )
+            ),
+            begin,
+            end,
         )
         return made
 
@@ -109,8 +112,9 @@ class IterationObserver:
     def reruns_due(self) -> Iterable[tuple[Sequence[Block], Sequence[Block]]]:
         return self.plan.reruns() if self.plan.reruns_due else ()
 
-    def stage_ran_again(self, rerun: StageRerun) -> None:
-        self.recorder.stage_ran_again(rerun, self.plan.rerun_position, self._late())
+    def stage_ran_again(self, rerun: StageRerun, begin: Mark, end: Mark) -> None:
+        rerun.position, rerun.late = self.plan.rerun_position, self._late()
+        self.recorder.stage_ran_again(rerun, begin, end)
 
     def region_ended(self) -> None:
         self.recorder.region_ended()
@@ -152,7 +156,7 @@ class IterationObserver:
         uses = {block: same.uses for block, same in zip(made, known, strict=False)}
         self._pager.record(uses=uses, ids=self.plan.recognise(made, first))
 
-    def _until_next_uses(self, run: StageRun, position: int) -> Sequence[int]:
+    def _until_next_uses(self, run: StageRun, next_uses: _NextUses, position: int) -> Sequence[int]:
         """Return the number of stages until the next use of each block that a stage has read, then of each that it has made."""
         # Under a plan they are kept from one iteration to the next: finding them takes the host some time.
         plan = self.plan
@@ -160,22 +164,22 @@ class IterationObserver:
             self._next_uses.clear()
             self._next_uses_under = plan.schedule
         if not plan.in_step:
-            return self._find_next_uses(run, position)
+            return self._find_next_uses(run, next_uses, position)
         until = self._next_uses.get(plan.position)
         if until is None:
-            until = self._find_next_uses(run, position)
+            until = self._find_next_uses(run, next_uses, position)
             if self.recorder.previous is not None:
                 self._next_uses[plan.position] = until
         return until
 
-    def _find_next_uses(self, run: StageRun, position: int) -> list[int]:
+    def _find_next_uses(self, run: StageRun, next_uses: _NextUses, position: int) -> list[int]:
         """Return what `_until_next_uses` does: from the region, and after that from the previous iteration."""
         recorder = self.recorder
         # Without one, blocks are taken to be used in reverse order, as by a backward pass: as many stages after the end of the
         # region as the stage is before it.
         mirrored = 2 * (recorder.stage_count - len(recorder.region.stages) + 2)
         count = recorder.previous.stage_count if recorder.previous is not None else 0
-        until, again = [], run.next_uses()
+        until, again = [], next_uses()
         for block in (*run.read, *run.made):
             within = again.get(block)
             if within is not None:

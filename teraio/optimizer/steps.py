@@ -269,14 +269,14 @@ class _WholeSteps:
                 StageRun(
                     name=_WHOLE,
                     phase="optimizer",
-                    begin=running.begin,
-                    end=end,
                     workspace_bytes=subgroup.temporary_bytes,
                     elements=subgroup.elements,
                     read=[block for block in subgroup.read if not block.dead],  # an update may replace states by new tensors
                     made=made,
                     written=[block for block in subgroup.written if not block.dead],
-                )
+                ),
+                running.begin,
+                end,
             )
             self._observer.region_ended()
             self._pager.leave_region()

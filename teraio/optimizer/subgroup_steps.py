@@ -143,15 +143,15 @@ class _SubgroupStep:
                 StageRun(
                     name=name,
                     phase="optimizer",
-                    begin=begin,
-                    end=end,
                     workspace_bytes=subgroup.temporary_bytes,
                     elements=subgroup.elements,
                     host_seconds=self._host_seconds(subgroup),
                     read=subgroup.read,
                     made=made,
                     written=subgroup.written,
-                )
+                ),
+                begin,
+                end,
             )
 
     def _update_later(self, number: int, members: frozenset[int]) -> None:

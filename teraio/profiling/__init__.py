@@ -1,14 +1,5 @@
 """Record what an iteration does and when, find where it ends, and build a trace from several."""
 
-from teraio.profiling.iteration import (
-    LONGEST_PERIOD,
-    Iteration,
-    IterationBorder,
-    LateBlocks,
-    Region,
-    Repetition,
-    RerunRecord,
-    StageRecord,
-)
+from teraio.profiling.iteration import LONGEST_PERIOD, Iteration, IterationBorder, Region, Repetition
 from teraio.profiling.profiler import FIXED_NAME, Profile, build_profile, first_sized, times_agree, with_lengths
 from teraio.profiling.recorder import IterationRecorder

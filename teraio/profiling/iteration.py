@@ -12,45 +12,10 @@ from dataclasses import dataclass, field
 from torch.optim import Optimizer
 
 from runtime.device import Mark
-from runtime.execution import SizedGraph, graph_of
+from runtime.execution import SizedGraph, StageRerun, StageRun, graph_of
 from runtime.paging import Block
 
-# Prefetched blocks that were waited for, by trace id, each with the seconds from the start of the wait to its arrival.
-LateBlocks = tuple[tuple[int, float], ...]
 NEAR = 1.5  # measurements up to this multiple of the fastest one count as undisturbed
-
-
-@dataclass(slots=True, kw_only=True)
-class StageRecord:
-    """One run of a stage.
-
-    seconds: its duration without waiting for copies; 0 until `Iteration.read_times` was called.
-    elements: how many parameter elements it updates.
-    host_seconds: duration of the update on the host's processor: measured if it ran there (`on_host`), otherwise estimated;
-    None if it cannot run there.
-    read, made, written: the blocks that it used, created and changed.
-    collective_seconds: the part of its time in collectives, waiting for other ranks as well; 0 where that cannot be told.
-    never_again: why it must not run again; "" if it may.
-    late: the prefetched blocks that it had to wait for.
-    code: what it runs: the same for stages that are alike; None if that is not known.
-    retried: the allocator had to take memory away in it or before it, so that its time tells little; False once it is corrected.
-    """
-
-    name: str
-    phase: str
-    seconds: float = 0.0
-    workspace_bytes: int = 0
-    elements: int = 0
-    host_seconds: float | None = None
-    on_host: bool = False
-    collective_seconds: float = 0.0
-    read: Sequence[Block] = ()
-    made: Sequence[Block] = ()
-    written: Sequence[Block] = ()
-    never_again: str = ""
-    late: LateBlocks = ()
-    code: Hashable = None
-    retried: bool = False
 
 
 def undisturbed(times: Sequence[float]) -> list[float]:
@@ -59,25 +24,11 @@ def undisturbed(times: Sequence[float]) -> list[float]:
     return [seconds for seconds in times if seconds <= max(fastest, NEAR * fastest)]  # a coarse clock may go back
 
 
-def _take(stage: StageRecord, seconds: float) -> float:
+def _take(stage: StageRun, seconds: float) -> float:
     """Let a stage take these seconds at most. Return those that are left over."""
     stage.retried, over = False, max(stage.seconds - seconds, 0.0)
     stage.seconds -= over
     return over
-
-
-@dataclass(slots=True, kw_only=True)
-class RerunRecord:
-    """One re-run of a forward stage. position: its number in the plan; None if the plan does not have it.
-
-    seconds, late: as in `StageRecord`. made_bytes: what it recomputed.
-    """
-
-    name: str
-    position: int | None
-    made_bytes: int
-    seconds: float = 0.0
-    late: LateBlocks = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,7 +42,7 @@ class Region:
 
     identity: Hashable
     first: int
-    stages: list[StageRecord] = field(default_factory=list)
+    stages: list[StageRun] = field(default_factory=list)
     made: list[Block] = field(default_factory=list)
     complete: bool = False
     step_goes_on: bool = False
@@ -123,8 +74,8 @@ class Iteration:
     waited_seconds: float = 0.0
     survivors: set[tuple[int, int]] = field(default_factory=set)
     held: frozenset[Block] = frozenset()
-    reruns: list[RerunRecord] = field(default_factory=list)
-    untimed: list[tuple[StageRecord | RerunRecord | Iteration, Mark, Mark]] = field(default_factory=list)
+    reruns: list[StageRerun] = field(default_factory=list)
+    untimed: list[tuple[StageRun | StageRerun | Iteration, Mark, Mark]] = field(default_factory=list)
     gaps: list[tuple[Mark, Mark]] = field(default_factory=list)
     truncated: bool = False
     left_out: list[int] = field(default_factory=list)
@@ -150,7 +101,7 @@ class Iteration:
         On an asynchronous device nothing slows kernels down so much: the device waited within the stage, mostly for the
         allocator, which had to take memory away, see [Note: Memory in pieces] in `runtime.paging.eviction`.
         """
-        alike: dict[Hashable, list[StageRecord]] = {}
+        alike: dict[Hashable, list[StageRun]] = {}
         for stage in self.stages:
             if stage.code is not None:
                 alike.setdefault(stage.code, []).append(stage)
@@ -226,7 +177,7 @@ class Iteration:
         return self.regions[-1].first + len(self.regions[-1].stages) if self.regions else 0
 
     @property
-    def stages(self) -> list[StageRecord]:
+    def stages(self) -> list[StageRun]:
         """All stages, by position."""
         return [stage for region in self.regions for stage in region.stages]
 

@@ -30,9 +30,9 @@ import numpy.typing as npt
 import planner
 from planner.schema import Lengths, Polynomial, terms
 from runtime.device import MIN_MOVED_BYTES
-from runtime.execution import SizedGraph
+from runtime.execution import SizedGraph, StageRun
 from runtime.paging import Block
-from teraio.profiling.iteration import Iteration, StageRecord, undisturbed
+from teraio.profiling.iteration import Iteration, undisturbed
 
 # The name of the block that stands for all that stays on the device without being a block.
 FIXED_NAME = "small optimizer states"
@@ -164,7 +164,7 @@ def _block(iteration: Iteration, uses: _Uses, block: Block, number: int, survivo
     )
 
 
-def _subgroups(stages: Sequence[StageRecord], times: Sequence[float], ids: dict[Block, int]) -> tuple[planner.Subgroup, ...]:
+def _subgroups(stages: Sequence[StageRun], times: Sequence[float], ids: dict[Block, int]) -> tuple[planner.Subgroup, ...]:
     """Return one subgroup for each stage that updates parameters."""
     updating = [(place, stage, time) for place, (stage, time) in enumerate(zip(stages, times, strict=True)) if stage.elements]
     return tuple(
@@ -198,7 +198,7 @@ def _fixed_block(number: int, size_bytes: int, phases: Sequence[str]) -> planner
 
 
 def _recompute_groups(
-    stages: Sequence[StageRecord],
+    stages: Sequence[StageRun],
     times: Sequence[float],
     blocks: Sequence[planner.Block],
     ids: Mapping[Block, int],
@@ -237,13 +237,13 @@ def _recompute_groups(
     return tuple(groups), tuple(others)
 
 
-def _kept_result(stage: StageRecord, blocks: Sequence[planner.Block], ids: Mapping[Block, int]) -> str:
+def _kept_result(stage: StageRun, blocks: Sequence[planner.Block], ids: Mapping[Block, int]) -> str:
     """Return which result of the stage outlives the iteration, as a reason; "" if none does. To a trace, the stage changes it."""
     kept = (block.name for block in stage.made if blocks[ids[block]].persistent)
     return next((f"it makes {name}, which your code keeps beyond the end of the iteration" for name in kept), "")
 
 
-def _for_backward(made: Block, block: planner.Block, made_in: int, stages: Sequence[StageRecord]) -> bool:
+def _for_backward(made: Block, block: planner.Block, made_in: int, stages: Sequence[StageRun]) -> bool:
     if made.span is None or made.user_visible or made.kind != "activation":
         return False
     if block.persistent or block.dies_after is not None or block.uses[0] != made_in:

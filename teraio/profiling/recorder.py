@@ -19,7 +19,7 @@ from collections.abc import Hashable
 from runtime.device import Mark
 from runtime.execution import StageRerun, StageRun, graph_of
 from runtime.paging import Pager
-from teraio.profiling.iteration import Iteration, LateBlocks, Region, RerunRecord, StageRecord
+from teraio.profiling.iteration import Iteration, Region
 
 _MOST_STAGES = 10_000  # stages that are recorded of one iteration
 # Inference regions in a row that are recorded. Those of a training step, such as a teacher's, are fewer.
@@ -85,7 +85,7 @@ class IterationRecorder:
         self._note_inference(is_inference)
         region = Region(identity=identity, first=self._iteration.stage_count, step_goes_on=step_goes_on)
         waited = self._host_waited() - self._waited_at_user_code  # while the previous region ended
-        user = StageRecord(name="user", phase="user", seconds=-waited)
+        user = StageRun(name="user", phase="user", seconds=-waited)
         self._last_end = self.mark()
         region.stages.append(user)
         self.stage_count = stage_count
@@ -138,25 +138,11 @@ class IterationRecorder:
         self._iteration.truncated |= not fits
         return fits
 
-    def stage_ended(self, run: StageRun, late: LateBlocks) -> None:
-        """Record a stage. late: see `StageRecord`."""
-        record = StageRecord(
-            name=run.name,
-            phase=run.phase,
-            workspace_bytes=run.workspace_bytes,
-            elements=run.elements,
-            host_seconds=run.host_seconds,
-            collective_seconds=run.collective_seconds,
-            read=run.read,
-            made=run.made,
-            written=run.written,
-            never_again=run.never_again,
-            late=late,
-            code=run.code,
-            retried=self._has_retried(),
-        )
-        self._measure(record, run.begin, run.end)
-        self.region.stages.append(record)
+    def stage_ended(self, run: StageRun, begin: Mark, end: Mark) -> None:
+        """Record a stage."""
+        run.retried = self._has_retried()
+        self._measure(run, begin, end)
+        self.region.stages.append(run)
         self.region.made.extend(run.made)
 
     def _has_retried(self) -> bool:
@@ -166,13 +152,11 @@ class IterationRecorder:
         before, self._retries = self._retries, self._device.retries
         return self._retries > before
 
-    def stage_ran_again(self, rerun: StageRerun, position: int | None, late: LateBlocks) -> None:
-        """Record a re-run: it has no place among the stages. position, late: see `RerunRecord`."""
-        size_bytes = sum(block.size_bytes for block in rerun.made)
-        record = RerunRecord(name=rerun.name, position=position, made_bytes=size_bytes, late=late)
+    def stage_ran_again(self, rerun: StageRerun, begin: Mark, end: Mark) -> None:
+        """Record a re-run: it has no place among the stages."""
         if self._recording:
-            self._iteration.reruns.append(record)
-        self._measure(record, rerun.begin, rerun.end)
+            self._iteration.reruns.append(rerun)
+        self._measure(rerun, begin, end)
 
     def updated_on_host(self, number: int, seconds: float) -> None:
         """Record that stage `number` of the current optimizer step was an update on the host that took `seconds`."""
@@ -183,7 +167,7 @@ class IterationRecorder:
         """Record that the update of stage `number`, which was planned for the host, ran on the device after the other stages."""
         self._measure(self.region.stages[number + 1], begin, end)
 
-    def _measure(self, record: StageRecord | RerunRecord, begin: Mark, end: Mark) -> None:
+    def _measure(self, record: StageRun | StageRerun, begin: Mark, end: Mark) -> None:
         """Note when a stage ran. On an asynchronous device, the gaps between stages are what the iteration has waited for."""
         if not self._recording or not self._iteration.timed:
             return

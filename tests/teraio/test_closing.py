@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import teraio
+from runtime.execution import StageRun
 from runtime.paging import Block, State
-from teraio.profiling import StageRecord
 
 from ..training import MIB, Training, compiled, mean_square_step, pagers, random_rows, unequal, weights_of_1_mib
 
@@ -137,7 +137,7 @@ def test_a_tensor_that_no_run_takes_over_is_left_alone(tmp_path: Path) -> None:
 
 # -- passes without an optimizer step between them: what is kept of them does not grow with their number
 
-WATCHED = (StorageWeakRef, Block, StageRecord)
+WATCHED = (StorageWeakRef, Block, StageRun)
 
 
 def evaluate(training: Training, *, passes: int) -> None:

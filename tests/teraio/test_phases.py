@@ -121,7 +121,7 @@ class Rig:
         for goes_on in (True, False):
             recorder.region_begins("broadcast" if goes_on else "optimizer", 1, step_goes_on=goes_on)
             mark, phase = recorder.mark(), "forward" if goes_on else "optimizer"
-            recorder.stage_ended(stage_run(phase, phase, begin=mark, end=mark))  # type: ignore[arg-type]
+            recorder.stage_ended(stage_run(phase, phase), mark, mark)  # type: ignore[arg-type]
             recorder.region_ended()
         return recorder.iteration_ends()
 

@@ -13,7 +13,6 @@ import planner
 from planner import Budgets, Hardware, Link, Move, Plan, Prefetch
 from planner.schema import Placement
 from runtime import device as device_module
-from runtime.device import WallMark
 from runtime.execution import Phase, StageRun
 from runtime.paging import Block, Done, Pager
 from runtime.transfer import LinkRates, OneWay
@@ -76,9 +75,8 @@ class TimedMover(MemoryMover):
 
 
 def stage_run(name: str, phase: Phase = "forward", **fields: Any) -> StageRun:
-    """A stage that takes no time and touches nothing, but for `fields`."""
-    nothing: dict[str, Any] = {"workspace_bytes": 0, "read": [], "made": [], "written": []}
-    return StageRun(name=name, phase=phase, **{**nothing, "begin": WallMark(0.0), "end": WallMark(0.0), **fields})
+    """A stage that touches nothing, but for `fields`."""
+    return StageRun(name=name, phase=phase, **fields)
 
 
 class VirtualTraining:
@@ -136,9 +134,7 @@ class VirtualTraining:
             end = self.observer.mark()
             self.pager.retire([weight], [])
             self.mover.pass_seconds(self.between_seconds)
-            self.observer.stage_ended(
-                stage_run(f"forward/{number}", begin=begin, end=end, read=[weight], code=self.codes[number])
-            )
+            self.observer.stage_ended(stage_run(f"forward/{number}", read=[weight], code=self.codes[number]), begin, end)
         self.observer.region_ended()
         self.pager.leave_region()
 

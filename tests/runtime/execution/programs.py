@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from runtime.device import CpuDevice, WallMark
+from runtime.device import CpuDevice, Mark, WallMark
 from runtime.execution import Constant, Kind, Program, Stage, StageRerun, StageRun, WorkspaceMeter, run_managed
 from runtime.paging import Block
 
@@ -25,6 +25,7 @@ class Recorder:
 
     regions: list[tuple[Hashable, int]] = field(default_factory=list)
     stages: list[StageRun] = field(default_factory=list)
+    next_uses: list[dict[str, int]] = field(default_factory=list)
     fetch: dict[int, list[Block]] = field(default_factory=dict)
     reached: int = 0
     again: list[StageRerun] = field(default_factory=list)
@@ -45,16 +46,17 @@ class Recorder:
         for block in self.due.pop(self.reached, []):
             yield [block], []
 
-    def stage_ran_again(self, rerun: StageRerun) -> None:
+    def stage_ran_again(self, rerun: StageRerun, begin: Mark, end: Mark) -> None:
         self.again.append(rerun)
 
     def stage_reached(self) -> Sequence[Block]:
         self.reached += 1
         return self.fetch.get(self.reached - 1, ())
 
-    def stage_ended(self, run: StageRun) -> None:
-        again = run.next_uses()
-        self.stages.append(run._replace(next_uses=lambda: again))
+    def stage_ended(self, run: StageRun, begin: Mark, end: Mark, next_uses: Callable[[], Mapping[Block, int]] = dict) -> None:
+        run.seconds = end.seconds_since(begin)
+        self.stages.append(run)
+        self.next_uses.append({block.name: after for block, after in next_uses().items()})
 
     def region_ended(self) -> None:
         self.ended += 1

@@ -75,8 +75,8 @@ class Training:
         if identity == BACKWARD and self.made:
             read.append(self.made.pop())
         written = [self.weight] if identity == STEP else []
-        run = stage_run(f"{identity}/{number}", identity, end=WallMark(0.001), read=read, made=made, written=written)  # type: ignore[arg-type]
-        self.observer.stage_ended(run)
+        run = stage_run(f"{identity}/{number}", identity, read=read, made=made, written=written)  # type: ignore[arg-type]
+        self.observer.stage_ended(run, WallMark(0.0), WallMark(0.001))
         if identity == BACKWARD and self.kept:
             self.kept.pop()
 

@@ -228,8 +228,8 @@ class Dropping(Training):
         for made, fetch in self.observer.reruns_due():
             self.late.append((self.weight, 0.5))
             self.ran.append((stage, [b.name for b in made], [b.name for b in fetch]))
-            again = StageRerun(name="forward/0", begin=WallMark(0.0), end=WallMark(0.25), made=made)
-            self.observer.stage_ran_again(again)
+            again = StageRerun(name="forward/0", made_bytes=sum(block.size_bytes for block in made))
+            self.observer.stage_ran_again(again, WallMark(0.0), WallMark(0.25))
 
     def _stage(self, identity: str, number: int) -> None:
         if number == 0:

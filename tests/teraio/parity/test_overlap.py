@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import planner
-from runtime.execution import StageRun
 from teraio.following import IterationObserver
 
 from ...training import blocks
@@ -104,8 +103,8 @@ def gradient_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     stage_ended = IterationObserver.stage_ended
 
-    def noting(self: IterationObserver, run: StageRun) -> None:
-        stage_ended(self, run)
+    def noting(self: IterationObserver, *run: Any) -> None:
+        stage_ended(self, *run)
         found.append(sum(block.size_bytes for block in blocks() if block.kind == "gradient"))
 
     monkeypatch.setattr(IterationObserver, "stage_ended", noting)

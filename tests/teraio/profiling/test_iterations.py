@@ -17,7 +17,8 @@ from torch.optim import SGD
 
 import teraio
 from planner import Plan, Trace
-from teraio.profiling import Iteration, IterationBorder, Region, StageRecord, profiler
+from runtime.execution import StageRun
+from teraio.profiling import Iteration, IterationBorder, Region, profiler
 from teraio.watching import PeakWatch
 
 from ...training import MIB, Training, begin, mean_square_step, unequal
@@ -103,7 +104,7 @@ def iterations(*seconds: tuple[float, ...], phase: str = "forward") -> list[Iter
     return [
         Iteration(
             number=number,
-            regions=[Region(identity=0, first=0, stages=[StageRecord(name="s", phase=phase, seconds=each) for each in times])],
+            regions=[Region(identity=0, first=0, stages=[StageRun(name="s", phase=phase, seconds=each) for each in times])],
         )
         for number, times in enumerate(seconds)
     ]

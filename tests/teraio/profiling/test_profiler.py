@@ -9,10 +9,10 @@ import torch
 
 import planner
 from runtime.device import Span
-from runtime.execution import SizedGraph
+from runtime.execution import SizedGraph, StageRun
 from runtime.paging import Block, Pager
 from teraio.planning import plan_cache
-from teraio.profiling import Iteration, Profile, Region, StageRecord, profiler, with_lengths
+from teraio.profiling import Iteration, Profile, Region, profiler, with_lengths
 
 from ...planner.traces import block, staged, trace
 from ...runtime.memory_mover import UNIT, Bench
@@ -42,11 +42,11 @@ def record(
     read: tuple[Block, ...] = (),
     made: tuple[Block, ...] = (),
     written: tuple[Block, ...] = (),
-) -> StageRecord:
-    return StageRecord(name=name, phase=phase, seconds=seconds, workspace_bytes=32, read=read, made=made, written=written)
+) -> StageRun:
+    return StageRun(name=name, phase=phase, seconds=seconds, workspace_bytes=32, read=read, made=made, written=written)
 
 
-def user(seconds: float = 0.5) -> StageRecord:
+def user(seconds: float = 0.5) -> StageRun:
     return record("user", "user", seconds)
 
 
@@ -171,8 +171,8 @@ class Recorded:
             self.stage("backward", [self.x, self.y], []),
         ]
 
-    def stage(self, phase: str, read: list[Block], made: list[Block]) -> StageRecord:
-        return StageRecord(name=phase, phase=phase, workspace_bytes=5, read=tuple(read), made=tuple(made))
+    def stage(self, phase: str, read: list[Block], made: list[Block]) -> StageRun:
+        return StageRun(name=phase, phase=phase, workspace_bytes=5, read=tuple(read), made=tuple(made))
 
     def found(self, against: str = "", kept: Sequence[Block] = ()) -> tuple[list[planner.RecomputeGroup], list[tuple[int, str]]]:
         blocks = [
@@ -279,7 +279,7 @@ def test_the_same_iteration(first: bool) -> None:
     assert equal == sorted(equal), "blocks that nothing tells apart have the order of their making"
 
 
-CHANGES: dict[str, Callable[[StageRecord, StageRecord], object]] = {
+CHANGES: dict[str, Callable[[StageRun, StageRun], object]] = {
     "another name": lambda backward, forward: setattr(backward, "name", "backward/1"),
     "another size": lambda backward, forward: setattr(backward.made[0], "size_bytes", backward.made[0].size_bytes + 1),
     "one more": lambda backward, forward: setattr(forward, "read", (*forward.read, Blocks().make("more"))),
@@ -310,7 +310,7 @@ def sampled(
 ) -> Profile:
     """Two stages and the user code before them for each of `sizes`, with a block that the first of them makes."""
     regions = [
-        Region(identity=SizedGraph(0, each), first=3 * number, stages=[StageRecord(name="x", phase="forward")] * 3)
+        Region(identity=SizedGraph(0, each), first=3 * number, stages=[StageRun(name="x", phase="forward")] * 3)
         for number, each in enumerate(sizes)
     ]
     times = [1.0 if stage % 3 != 1 else seconds_at(sizes[stage // 3][-1]) for stage in range(3 * len(sizes))]
