@@ -1,6 +1,7 @@
 """How the C++ files of this package are compiled: for a wheel, when it is built, or on a machine, at their first use.
 
 A build imports this file alone, by its path, maybe without PyTorch. So it imports nothing but Python's own library.
+Each of them is whole: it includes no other file of this package.
 """
 
 from __future__ import annotations
@@ -11,14 +12,8 @@ import shlex
 import subprocess
 from pathlib import Path
 
-_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 _OF_TORCH = re.compile(r"^#include <(c10|ATen)/", re.MULTILINE)
 _RELEASE = re.compile(r"(\d+\.\d+)\.\d+(\+.*)?")
-
-
-def whole_text(source: Path) -> str:
-    """Return a file's text, each `#include "..."` replaced by that file's."""
-    return _INCLUDE.sub(lambda include: whole_text(source.with_name(include[1])), source.read_text())
 
 
 def shipped_name(source: Path, torch_version: str) -> str | None:
@@ -27,7 +22,7 @@ def shipped_name(source: Path, torch_version: str) -> str | None:
     What is inlined from PyTorch's headers knows how its objects lie in memory, which holds for the releases of one minor version
     and their builds. Nothing is known of what lies between releases.
     """
-    if not _OF_TORCH.search(whole_text(source)):
+    if not _OF_TORCH.search(source.read_text()):
         return f"{source.stem}.so"
     release = _RELEASE.fullmatch(torch_version)
     return f"{source.stem}.torch-{release[1]}.so" if release else None

@@ -68,7 +68,7 @@ def _built(source: Path) -> Path:
         return compilation.command(source, library, Path(torch.__file__).parent)
 
     folder = Path(cache_dir()) / "teraio"
-    made_of = [compilation.whole_text(source), torch.__version__, *command(folder)]
+    made_of = [source.read_text(), torch.__version__, *command(folder)]
     path = folder / f"{source.stem}-{sha256(repr(made_of).encode()).hexdigest()[:32]}.so"
     with _building:
         if not path.exists():
