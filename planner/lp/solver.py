@@ -123,28 +123,13 @@ def _integer(program: Program, settings: SolverSettings, max_nodes: int | None) 
 
 
 def _linear(program: Program, settings: SolverSettings, *, vertex: bool, devex: bool) -> highspy.Highs:
-    """Solve a linear program by HiGHS. Return HiGHS with what it found."""
+    """Solve a linear program by HiGHS. Return HiGHS with what it found.
+
+    By the dual simplex method; by the interior point method where that takes too many iterations.
+    """
     solver = _QuietHighs()
     solver.setOptionValue("threads", settings.threads)
     solver.passModel(_highs_model(program))
-    _run(solver, program, settings, vertex=vertex, devex=devex)
-    return solver
-
-
-def _highs_model(program: Program) -> highspy.HighsLp:
-    model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = len(program.costs), len(program.least)
-    model.col_cost_, model.col_lower_, model.col_upper_ = (np.array(v) for v in (program.costs, program.lower, program.upper))
-    model.row_lower_, model.row_upper_ = np.array(program.least), np.array(program.most)
-    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    model.a_matrix_.start_ = np.array(program.starts, dtype=np.int32)
-    model.a_matrix_.index_ = np.array(program.columns, dtype=np.int32)
-    model.a_matrix_.value_ = np.array(program.factors)
-    return model
-
-
-def _run(solver: highspy.Highs, program: Program, settings: SolverSettings, *, vertex: bool, devex: bool) -> None:
-    """Run HiGHS on a linear program: the dual simplex method; the interior point method where that takes too many iterations."""
     # Where copies hide behind the arithmetic, the simplex method is up to eight times as fast. Where links are the bottleneck, it
     # may take several times as long. So it is given up after _SHARE as many iterations as the program has rows.
     solver.setOptionValue("solver", "simplex")
@@ -162,6 +147,19 @@ def _run(solver: highspy.Highs, program: Program, settings: SolverSettings, *, v
         solver.setOptionValue("ipm_iteration_limit", _MAX_INTERIOR_ITERATIONS)
         _stop_after(settings.time_limit_seconds, solver.cbIpmInterrupt)
         solver.run()
+    return solver
+
+
+def _highs_model(program: Program) -> highspy.HighsLp:
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = len(program.costs), len(program.least)
+    model.col_cost_, model.col_lower_, model.col_upper_ = (np.array(v) for v in (program.costs, program.lower, program.upper))
+    model.row_lower_, model.row_upper_ = np.array(program.least), np.array(program.most)
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = np.array(program.starts, dtype=np.int32)
+    model.a_matrix_.index_ = np.array(program.columns, dtype=np.int32)
+    model.a_matrix_.value_ = np.array(program.factors)
+    return model
 
 
 def _stop_after(seconds: float, callback: highspy.highs.HighsCallback) -> None:

@@ -18,15 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from planner.errors import TeraioError
 from planner.policies.optimise import exact_candidates
 from planner.policies.predictions import prediction, with_predictions
-from planner.problem import (
-    DEFAULT_WRITE_WEIGHT,
-    Problem,
-    decisions_of,
-    folded,
-    made_bytes,
-    recompute_seconds,
-    spelled_out,
-)
+from planner.problem import DEFAULT_WRITE_WEIGHT, Problem, decisions_of, folded, made_bytes, recompute_seconds, spelled_out
 from planner.schema import Plan, Shorter, Trace
 from planner.simulator import Timeline, simulate
 

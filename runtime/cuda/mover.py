@@ -16,7 +16,7 @@ import torch
 from planner.errors import StorageError
 from planner.schema import WaitingTier
 from runtime.device import COMPUTE, INWARD, OUTWARD, USER, Event, Lane, Span, Streams, TimedEvent
-from runtime.paging import DROPPED, POISON, Block, Done, LeftBehind, Tiers, dropped_message, slot_of, storage_of
+from runtime.paging import DROPPED, POISON, Block, Done, LeftBehind, Mover, Tiers, dropped_message, slot_of, storage_of
 from runtime.storage import Extent, RangeCopy, Slot, cut_slot, slot_range
 from runtime.system import annotate, storage_swap
 
@@ -25,8 +25,10 @@ from runtime.system import annotate, storage_swap
 _Queued = tuple[Event, torch.UntypedStorage, int]
 
 
-class StreamMover:
+class StreamMover(Mover):
     """A `Mover` for a device with streams, see [Note: What orders what].
+
+    User code and the host's processor change the only copy of a block, so nothing becomes invalid.
 
     host_address: returns where an extent of the host tier lies in memory.
     in_reach: whether kernels can read and write the host tier, as they can if it is pinned. If not, user code cannot touch
@@ -274,9 +276,6 @@ class StreamMover:
         if leaving:
             self._streams.wait(OUTWARD, self._computed.event())  # rule 1
         return self._streams.read(OUTWARD if leaving else COMPUTE, address, size_bytes)
-
-    def invalidate(self, blocks: Iterable[Block]) -> None:
-        """Do nothing: user code and the host's processor change the only copy of a block, so no second one becomes invalid."""
 
     def forget(self, block: Block) -> None:
         self.wait_resident([block])

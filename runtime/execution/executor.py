@@ -313,8 +313,9 @@ class Rerun:
         """Undo `hold`."""
         self._held = []
 
-    def spend(self) -> None:
-        """It has run again: keep nothing of it."""
+    def spend(self, pager: Pager) -> None:
+        """It has run again: keep nothing of it, and recompute nothing any more."""
+        pager.set_source(self.made, None)
         self._inputs, self._blocks, self._held = [], [], []
 
     def check(self) -> None:
@@ -361,7 +362,7 @@ class Reruns:
         self.make_anew(blocks, then_fetch=then_fetch)
         for block in blocks:
             if isinstance(block.source, Rerun):
-                self._spend(block.source)
+                block.source.spend(self._pager)
 
     def _run(self, rerun: Rerun, then_fetch: Sequence[Block]) -> None:
         rerun.check()
@@ -386,13 +387,9 @@ class Reruns:
             pager.renew(fresh)
         finally:
             pager.retire(read, [])
-        self._spend(rerun)
+        rerun.spend(pager)
         made_bytes = sum(block.size_bytes for block in fresh)
         self._observer.stage_ran_again(StageRerun(name=stage.name, made_bytes=made_bytes), begin, end)
-
-    def _spend(self, rerun: Rerun) -> None:
-        self._pager.set_source(rerun.made, None)
-        rerun.spend()
 
 
 def _storages(made: Sequence[Any], wanted: Mapping[Block, int]) -> dict[Block, torch.UntypedStorage]:

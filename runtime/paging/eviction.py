@@ -71,7 +71,7 @@ class RoomMaker(PagerPart):
             checkpoint()
             wanted = _away_bytes(blocks) + new_bytes
             self._transitions.reserve(wanted)  # no prefetch may take it meanwhile
-            if account.short_bytes(wanted) <= 0:
+            if wanted <= account.unused_bytes:
                 break
             self._transitions.sweep()
             # Copies out that are under way give their memory without anybody else leaving.
@@ -160,7 +160,8 @@ class RoomMaker(PagerPart):
             self._device.trim(self._account.unused_bytes)
 
     def _short_bytes(self, blocks: Sequence[Block], new_bytes: int) -> int:
-        return self._account.short_bytes(_away_bytes(blocks) + new_bytes)
+        """Bytes that are missing, apart from what is reserved; negative if more are free."""
+        return _away_bytes(blocks) + new_bytes - self._account.unused_bytes
 
     def _too_small(self, what: str, budget_bytes: int, short_bytes: int) -> StorageError | BudgetError:
         if not len(self._tiers):

@@ -81,10 +81,6 @@ class MemoryAccount:
         """Bytes that the budget leaves to the running stage and to memory that is kept for reuse."""
         return self.free_bytes + self.reserved_bytes
 
-    def short_bytes(self, wanted_bytes: int) -> int:
-        """Return how many of `wanted_bytes` are missing, apart from what is reserved; negative if more are free."""
-        return wanted_bytes - self.unused_bytes
-
 
 class _Watch(weakref.ref[torch.UntypedStorage]):
     """Reports that a storage has died."""

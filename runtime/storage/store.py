@@ -157,19 +157,17 @@ class Store(ABC):
 
     def _drop_gone(self) -> None:
         while self._gone:
-            self._drop_kept(self._gone.popleft())
-
-    def _drop_kept(self, slot: Slot) -> None:
-        self._kept[slot] -= 1
-        if self._kept[slot] > 0:
-            return
-        del self._kept[slot]
-        if not self._closed:  # whoever has it releases it, or `close`
-            return
-        if self._kept:
-            self._free_kept(slot)
-        else:
-            self._free_everything()
+            slot = self._gone.popleft()
+            self._kept[slot] -= 1
+            if self._kept[slot] > 0:
+                continue
+            del self._kept[slot]
+            if not self._closed:  # whoever has it releases it, or `close`
+                continue
+            if self._kept:
+                self._free_kept(slot)
+            else:
+                self._free_everything()
 
     def _has(self, slot: Slot) -> bool:
         """Whether the slot is in use. The caller holds the lock."""

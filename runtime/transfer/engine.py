@@ -106,13 +106,24 @@ class Engine:
                 link.add_drive(extent.drive)
 
     def measure(self, size_bytes: int = 64 << 20) -> LinkRates:
-        """Measure both links by real transfers of up to `size_bytes` each way, which no counter counts.
+        """Measure both links by real transfers of up to `size_bytes` each way, which no counter counts: rates over several
+        slots, one after the other, and latencies of a slot of one page. The device works meanwhile, see `TorchMemory`.
 
         Waits until all transfers have ended; the engine should be idle. Takes `size_bytes` of memory and of the store during
         that time, or less if the store has less, but at least 1 MiB. Raises StorageFullError, StorageIOError.
         """
-        with self._trial(size_bytes) as (links, slots):
-            return _rates_of(links, slots, self._memory)
+        with self._trial(size_bytes) as (links, (*slots, small)):
+            size = sum(slot.size_bytes for slot in slots)
+            buffer = self._memory.allocate(size)
+            address = buffer.data_ptr()
+            with self._memory.load():
+                for offset in range(0, size, _FILL_BYTES):
+                    buffer[offset : offset + _FILL_BYTES].copy_(_random_bytes(min(_FILL_BYTES, size - offset)))
+                _finish_times([(links[0], slots)], address)  # the first write of an extent takes longer than all later ones
+                rates = _rate(links[0], slots, address), _rate(links[1], slots, address)
+                duplex = _duplex_rates(links, rates, slots, address)
+                latencies = [_latency(link, small, address) for link in links]
+                return LinkRates(*map(OneWay, rates, latencies, duplex))
 
     def verify(self, size_bytes: int = 4 << 20) -> None:
         """Write `size_bytes` random bytes, read them back and compare. No counter counts them.
@@ -120,8 +131,18 @@ class Engine:
         Waits until both transfers have ended. Takes bytes of the store as `measure` does, and twice as much memory.
         Raises StorageError if the store reports an error, or if bytes differ.
         """
-        with self._trial(size_bytes) as (links, slots):
-            _verify(links, slots, self._memory)
+        with self._trial(size_bytes) as ((write, read), slots):
+            size = sum(slot.size_bytes for slot in slots)
+            content, buffer = _random_bytes(size), self._memory.allocate(2 * size)
+            buffer[:size].copy_(content)
+            _finish_times([(write, slots)], buffer.data_ptr())
+            _finish_times([(read, slots)], buffer.data_ptr() + size)
+            if not torch.equal(buffer[size:].cpu(), content):
+                places = ", ".join(sorted({str(extent.path) for slot in slots for extent in slot.extents}))
+                raise StorageError(
+                    f"{size:,} bytes that were written to {places} came back different; check the drives, or give another "
+                    "storage directory"
+                )
 
     def check(self) -> None:
         """Raise StorageIOError if a drive has not answered for `stuck_after_seconds`. Never waits."""
@@ -222,43 +243,6 @@ def _slots_to_measure(store: Store, size_bytes: int) -> list[Slot]:
             if size * _MEASURED_BLOCKS <= 1 << 20:
                 raise
             size = align_up(size // 2)
-
-
-def _rates_of(links: tuple[Link, Link], slots: Sequence[Slot], memory: TorchMemory) -> LinkRates:
-    """Measure the rates of (write, read) over several slots, one after the other, and the latencies of the last one.
-
-    The device works meanwhile, see `TorchMemory`. Waits until all transfers have ended.
-    """
-    *slots, small = slots
-    size = sum(slot.size_bytes for slot in slots)
-    buffer = memory.allocate(size)
-    address = buffer.data_ptr()
-    with memory.load():
-        for offset in range(0, size, _FILL_BYTES):
-            buffer[offset : offset + _FILL_BYTES].copy_(_random_bytes(min(_FILL_BYTES, size - offset)))
-        _finish_times([(links[0], slots)], address)  # the first write of an extent takes longer than all later ones
-        rates = _rate(links[0], slots, address), _rate(links[1], slots, address)
-        duplex = _duplex_rates(links, rates, slots, address)
-        return LinkRates(*(OneWay(rates[way], _latency(link, small, address), duplex[way]) for way, link in enumerate(links)))
-
-
-def _verify(links: tuple[Link, Link], slots: Sequence[Slot], memory: TorchMemory) -> None:
-    """Write random bytes to `slots`, read them back to other memory and compare. Waits until all of that is done.
-
-    Raises StorageError if the bytes differ or could not be moved.
-    """
-    write, read = links
-    size = sum(slot.size_bytes for slot in slots)
-    content, buffer = _random_bytes(size), memory.allocate(2 * size)
-    buffer[:size].copy_(content)
-    _finish_times([(write, slots)], buffer.data_ptr())
-    _finish_times([(read, slots)], buffer.data_ptr() + size)
-    if not torch.equal(buffer[size:].cpu(), content):
-        places = ", ".join(sorted({str(extent.path) for slot in slots for extent in slot.extents}))
-        raise StorageError(
-            f"{size:,} bytes that were written to {places} came back different; check the drives, or give another "
-            "storage directory"
-        )
 
 
 def _random_bytes(size_bytes: int) -> torch.Tensor:
