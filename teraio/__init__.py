@@ -188,7 +188,7 @@ def capture(
 
 def status() -> tuple[Status, ...]:
     """Return what every training run of this process is doing, in order of creation. Never waits for copies or plans."""
-    return _registry().status()
+    return tuple(run.status() for run in _registry().runs())
 
 
 def on_iteration(watcher: Callable[[IterationStats], None]) -> Callable[[], None]:
@@ -206,7 +206,8 @@ def step_done() -> None:
     Call it after each update, from the first one on. From the first call on, nothing else ends iterations. On a GPU it may wait
     until the device has finished the iteration before.
     """
-    _registry().step_done()
+    for run in _registry().runs():
+        run.step_done()
 
 
 def wait_for_plan(timeout_seconds: float | None = None) -> bool:
@@ -214,7 +215,7 @@ def wait_for_plan(timeout_seconds: float | None = None) -> bool:
 
     The plan takes over at the end of the iteration.
     """
-    return _registry().wait_for_plan(timeout_seconds)
+    return all(run.background.wait(timeout_seconds) for run in _registry().runs())
 
 
 def on_device(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:

@@ -27,7 +27,7 @@ from teraio.optimizer import ProcessSteps, keep_masters, promise
 from teraio.options import Options
 from teraio.ranks import RankGroup, only_first_rank_informs, open_group, rank_place
 from teraio.training_run import RunParts, TrainingRun
-from teraio.watching import BESIDE, IterationStats, Parked, Status
+from teraio.watching import BESIDE, IterationStats, Parked
 
 logger = logging.getLogger("teraio")
 
@@ -147,10 +147,6 @@ class Registry:
         if error is not None:
             raise error.without_traceback()
 
-    def status(self) -> tuple[Status, ...]:
-        """Return what every run is doing, in order of creation. See `teraio.status`."""
-        return tuple(run.status() for run in self.runs())
-
     def on_iteration(self, watcher: Callable[[IterationStats], None]) -> Callable[[], None]:
         """Call `watcher` with each iteration. See `teraio.on_iteration`."""
         self._watchers.append(watcher)
@@ -159,15 +155,6 @@ class Registry:
     def _tell(self, stats: IterationStats) -> None:
         for watcher in tuple(self._watchers):
             watcher(stats)
-
-    def wait_for_plan(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until no plan is being made, or until the time is over. See `teraio.wait_for_plan`."""
-        return all(run.background.wait(timeout_seconds) for run in self.runs())
-
-    def step_done(self) -> None:
-        """An iteration of all runs has ended. See `teraio.step_done`."""
-        for run in self.runs():
-            run.step_done()
 
     @contextlib.contextmanager
     def on_device(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:

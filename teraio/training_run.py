@@ -289,10 +289,6 @@ class TrainingRun:
         for parameter in parameters:
             self._parameters[parameter] = None
 
-    def step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A step begins that began before this run was made: the run was made in its closure, which has ended."""
-        self.steps.begin(optimizer, args, kwargs)
-
     # -- iterations
 
     def step_done(self) -> None:
@@ -317,7 +313,7 @@ class TrainingRun:
                 self._iteration_ended(self._observer.iteration_ends(with_last_region=True))
 
     def _iteration_ended(self, iteration: Iteration) -> None:
-        watching = self.steps.overlap is not None and not self.steps.overlap.settled
+        watching = self.steps.overlap is not None and not self.steps.overlap.watch.settled
         ended: _Ended | None = _Ended(iteration, self._compiled_now or watching)
         self._compiled_now = False
         if self._machine.device.asynchronous:  # its times are not known yet; those of the iteration before are, mostly
@@ -472,30 +468,27 @@ class TrainingRun:
         """
         with uninterrupted():
             self._replaced = replaced
-            self._close()
-
-    def _close(self) -> None:
-        self.steps.close()
-        self._calls.close()
-        ending, self._phase = self._phase, ClosedPhase(self._context)
-        ending.end()
-        try:
-            with self._machine.device.region():
-                self._recompute_dropped()
-            has_room = self._pager.closing.away_bytes() <= self._machine.free_bytes()
-            if has_room:
-                self._machine.lift_limit()
-            with self._machine.device.region():
-                self._pager.closing.bring_back(within_budget=not has_room)
-        finally:
+            self.steps.close()
+            self._calls.close()
+            ending, self._phase = self._phase, ClosedPhase(self._context)
+            ending.end()
             try:
-                left_bytes = self._pager.closing.leave_behind()
+                with self._machine.device.region():
+                    self._recompute_dropped()
+                has_room = self._pager.closing.away_bytes() <= self._machine.free_bytes()
+                if has_room:
+                    self._machine.lift_limit()
+                with self._machine.device.region():
+                    self._pager.closing.bring_back(within_budget=not has_room)
             finally:
-                self._machine.close()
-        if left_bytes:
-            logger.info(
-                "%s bytes did not fit the device and stay where they are, as long as their tensors live", f"{left_bytes:,}"
-            )
+                try:
+                    left_bytes = self._pager.closing.leave_behind()
+                finally:
+                    self._machine.close()
+            if left_bytes:
+                logger.info(
+                    "%s bytes did not fit the device and stay where they are, as long as their tensors live", f"{left_bytes:,}"
+                )
 
     def _recompute_dropped(self) -> None:
         """Recompute what a backward pass that is still due will read: it runs unmanaged."""

@@ -83,9 +83,26 @@ class _Capture:
         if not (_in_backward() and torch.is_grad_enabled()):  # or a checkpointed part of the forward pass runs again
             self._flops[kernel.dtype] += kernel.model_flops
 
-    def begin_step(self) -> None:
-        """Count the model's operations from here."""
-        self._flops.clear()
+    def run(self, training: Callable[[], Step], lengths: Sequence[int] = ()) -> None:
+        """Run the training until it is profiled, at each length if there are some."""
+        fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        fake.allow_scalar_outputs = True
+        with _runs_of(self), _explained(), pretended_gpu(self._description.gpu), fake:
+            with _convertible(fake), answering(self._description.gpu, self._description.hardware.name), KnownValues():
+                step = training()
+            if not callable(step):
+                raise OptionsError(f"capture: the function returns {type(step).__name__}, wanted a function that does one step")
+            given: list[tuple[int, ...]] = [(length,) for length in lengths] or [()]
+            step(*given[-1])  # graphs are cut for the longest
+            with self.work:
+                for count, arguments in enumerate(given, 1):
+                    for _ in range(_MOST_STEPS):
+                        if len(self.profiles) == count:
+                            break
+                        self._flops.clear()  # what is counted is of this step
+                        step(*arguments)
+                    else:
+                        raise UnsupportedError(f"after {_MOST_STEPS} steps there is no trace yet: {self.waiting_for}")
 
     def work_of_step(self, tokens: int | None, samples: int | None) -> planner.Work:
         """Return what the last step got done."""
@@ -214,8 +231,9 @@ def capture(
     device = torch.device("cpu" if description.gpu is None else "cuda")
     training = _training(model_or_training, inputs, optimizer or torch.optim.AdamW, loss, device)
     told = () if lengths is None else _between(*lengths)
-    profiles, captured = _run(training, description, subgroup_bytes, told, device_bytes)
-    trace = (with_lengths(profiles, told) if told else profiles[0]).trace
+    captured = _Capture(description, subgroup_bytes, device_bytes)
+    captured.run(training, told)
+    trace = (with_lengths(captured.profiles, told) if told else captured.profiles[0]).trace
     if lengths is not None and trace.lengths is None:
         raise UnsupportedError(
             f"capture: from length {lengths[0]} to {lengths[1]} the step does not run one graph with one symbolic size; compile "
@@ -231,36 +249,6 @@ def capture(
 def _between(shortest: int, longest: int) -> tuple[int, ...]:
     """Return lengths at equal distances that tell how sizes and times depend on the length; the longest comes last."""
     return tuple(sorted({shortest + (longest - shortest) * number // (_LENGTHS - 1) for number in range(_LENGTHS)}))
-
-
-def _run(
-    training: Callable[[], Step],
-    description: MachineDescription,
-    subgroup_bytes: int | None,
-    lengths: Sequence[int] = (),
-    device_bytes: int | None = None,
-) -> tuple[list[Profile], _Capture]:
-    """Run the training until it is profiled, at each length if there are some."""
-    captured = _Capture(description, subgroup_bytes, device_bytes)
-    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    fake.allow_scalar_outputs = True
-    with _runs_of(captured), _explained(), pretended_gpu(description.gpu), fake:
-        with _convertible(fake), answering(description.gpu, description.hardware.name), KnownValues():
-            step = training()
-        if not callable(step):
-            raise OptionsError(f"capture: the function returns {type(step).__name__}, wanted a function that does one step")
-        given: list[tuple[int, ...]] = [(length,) for length in lengths] or [()]
-        step(*given[-1])  # graphs are cut for the longest
-        with captured.work:
-            for count, arguments in enumerate(given, 1):
-                for _ in range(_MOST_STEPS):
-                    if len(captured.profiles) == count:
-                        break
-                    captured.begin_step()
-                    step(*arguments)
-                else:
-                    raise UnsupportedError(f"after {_MOST_STEPS} steps there is no trace yet: {captured.waiting_for}")
-        return captured.profiles, captured
 
 
 def _in_backward() -> bool:

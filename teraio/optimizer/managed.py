@@ -88,12 +88,18 @@ class ManagedOptimizer:
         return self._load_hook is not None
 
     def adopt(self, loaded: Callable[[Optimizer], None]) -> None:
-        """Make blocks of its states; from now on call `loaded` when `load_state_dict` has brought others.
+        """Make blocks of its large states, and count the others. Call `loaded` when `load_state_dict` has brought others.
 
         Waits while states are copied to memory that can leave.
         """
         self.adoption_due = False
-        self._adopt_states()
+        for owned in owned_parameters(self.optimizer):
+            state = self.optimizer.state.get(owned.tensor)
+            if self._pager.can_move and isinstance(state, dict):
+                for name in [name for name, value in state.items() if self._is_immovable(value)]:
+                    state[name] = self._copied(state[name])  # who owns the old one too, such as a loaded dictionary, keeps that
+            self.state_blocks(owned)
+        self.count_states()
         if self._load_hook is None:
             self._load_hook = self.optimizer.register_load_state_dict_post_hook(loaded)
 
@@ -140,16 +146,6 @@ class ManagedOptimizer:
         found = [block for owned in parameters for block in self.state_blocks(owned, just_made=True)]
         self.count_states()
         return [block for block in dict.fromkeys(found) if block not in known]
-
-    def _adopt_states(self) -> None:
-        """Make blocks of all large states, and count the others."""
-        for owned in owned_parameters(self.optimizer):
-            state = self.optimizer.state.get(owned.tensor)
-            if self._pager.can_move and isinstance(state, dict):
-                for name in [name for name, value in state.items() if self._is_immovable(value)]:
-                    state[name] = self._copied(state[name])  # who owns the old one too, such as a loaded dictionary, keeps that
-            self.state_blocks(owned)
-        self.count_states()
 
     def _copied(self, value: Tensor) -> Tensor:
         runner = OperatorRunner(self._pager, value.device)

@@ -43,22 +43,20 @@ _REMEDY = "leave out the option overlap_step, and restart from the last checkpoi
 
 
 class OverlappedSteps:
-    """Decides for every run of a graph which parameters are updated in it, and which are left for the steps."""
+    """Decides for every run of a graph which parameters are updated in it, and which are left for the steps.
+
+    watch: finds out which gradients are final.
+    """
 
     def __init__(self, pager: Pager, observer: IterationObserver, optimizers: ManagedOptimizers) -> None:
         self.pager = pager
         self.observer = observer
         self._optimizers = optimizers
-        self._watch = Watch(pager)
+        self.watch = Watch(pager)
         self._cuts: dict[Hashable, tuple[UpdateStage, ...]] = {}
         self._finest = False
         # As they were when a backward pass updated its parameters.
         self._settings: weakref.WeakKeyDictionary[Optimizer, Settings] = weakref.WeakKeyDictionary()
-
-    @property
-    def settled(self) -> bool:
-        """False while more iterations must be watched before updates move into the backward pass."""
-        return self._watch.settled
 
     # -- graphs
 
@@ -72,22 +70,22 @@ class OverlappedSteps:
         if program.phase == "forward" and not program.is_inference:
             self._note_use(arguments)
         self._refuse_second_pass(found)
-        layout = self._watch.layout(program, arguments, found) if found else {}
+        layout = self.watch.layout(program, arguments, found) if found else {}
         members = self._members(layout, found)
-        run = self._watch.begin(program, layout, found)
+        run = self.watch.begin(program, layout, found)
         if run is None and not members:
             return None
-        return _GraphUpdates(self, self._watch, run, program.name, members, self._cut(program, members) if members else ())
+        return _GraphUpdates(self, run, program.name, members, self._cut(program, members) if members else ())
 
     def _note_use(self, arguments: Sequence[Any]) -> None:
         for value in arguments:
-            eligibility = self._watch.eligibility(value) if isinstance(value, Tensor) and value.requires_grad else None
+            eligibility = self.watch.eligibility(value) if isinstance(value, Tensor) and value.requires_grad else None
             if eligibility is not None:
                 eligibility.forwards += 1
 
     def _refuse_second_pass(self, found: dict[int, Leaf]) -> None:
         for parameter in (leaf.parameter for leaf in found.values()):
-            eligibility = self._watch.eligibility(parameter)
+            eligibility = self.watch.eligibility(parameter)
             if eligibility is not None and eligibility.updated:
                 raise UnsupportedError(
                     f"{self._name(parameter)} was updated inside the backward pass, and a second backward pass wants to add to "
@@ -106,16 +104,16 @@ class OverlappedSteps:
             managed.renew()
         for each in chosen:
             if (problem := self._problem(each)) is not None:
-                self._watch.say(each.parameter, problem)
+                self.watch.say(each.parameter, problem)
                 return []
         reasons = [_in_words(each.managed, each.facts.whole_because) for each in chosen]
         if chosen and (problem := next(filter(None, (pass_problem([each.leaf for each in chosen]), *reasons)), None)) is not None:
-            self._watch.say(chosen[0].parameter, problem)
+            self.watch.say(chosen[0].parameter, problem)
             return []
         return [each._replace(blocks=each.owned_blocks()) for each in chosen]
 
     def _qualified(self, leaf: Leaf, final: FinalGradient) -> Member | None:
-        eligibility = self._watch.eligibility(leaf.parameter)
+        eligibility = self.watch.eligibility(leaf.parameter)
         optimizer = eligibility.optimizer() if eligibility is not None else None
         if eligibility is None or optimizer is None or not eligibility.qualified:
             return None
@@ -149,7 +147,7 @@ class OverlappedSteps:
             self._finest = True
             return
         remedy = f"give a memory_budget of at least {error.smallest_bytes} bytes"
-        self._watch.refuse(members[0].parameter, f"activations leave too little room for its update; {remedy}", topic="room")
+        self.watch.refuse(members[0].parameter, f"activations leave too little room for its update; {remedy}", topic="room")
 
     # -- steps
 
@@ -163,7 +161,7 @@ class OverlappedSteps:
         optimizer = managed.optimizer
         done = []
         for number, _, parameter in owned_parameters(optimizer):
-            eligibility = self._watch.eligibility(parameter)
+            eligibility = self.watch.eligibility(parameter)
             if eligibility is None or not eligibility.updated:
                 continue
             problem = None
@@ -178,13 +176,13 @@ class OverlappedSteps:
             done.append((number, parameter))
         if done and self._settings.get(optimizer) != settings_of(optimizer):
             for _, parameter in done:
-                self._watch.refuse(parameter, "the optimizer's settings are changed between backward and step")
+                self.watch.refuse(parameter, "the optimizer's settings are changed between backward and step")
         reason = _in_words(managed, whole_because)
         if not included:
             reason = "the option optimizer is 'off'; give the optimizer to teraio.manage_optimizer before its first step"
         if hasattr(optimizer, "found_inf") or hasattr(optimizer, "grad_scale"):
             reason = "a GradScaler drives the optimizer"
-        self._watch.step_begins(optimizer, reason)
+        self.watch.step_begins(optimizer, reason)
         return frozenset(number for number, _ in done)
 
 
@@ -269,13 +267,12 @@ class _GraphUpdates:
     def __init__(
         self,
         by: OverlappedSteps,
-        watch: Watch,
         run: WatchedRun | None,
         name: str,
         members: Sequence[Member],
         stages: Sequence[UpdateStage],
     ) -> None:
-        self._by, self._watch, self._run = by, watch, run
+        self._by, self._run = by, run
         self._stages: dict[int, list[tuple[str, list[Member]]]] = {}
         for number, stage in enumerate(stages):
             chosen = [members[member] for member in stage.members]
@@ -285,13 +282,13 @@ class _GraphUpdates:
     def after_stage(self, number: int, read: Sequence[Block], slots: list[Any]) -> None:
         """Update the parameters whose gradients are final now, and take these out of `slots`. Waits for states."""
         if self._run is not None:
-            self._watch.stage_ended(self._run, number, read, slots)
+            self._by.watch.stage_ended(self._run, number, read, slots)
         for name, members in self._stages.pop(number, ()):
             self._update(name, members, slots)
 
     def region_done(self, results: Sequence[Any]) -> None:
         if self._run is not None:
-            self._watch.run_ended(self._run, results)
+            self._by.watch.run_ended(self._run, results)
 
     def _update(self, name: str, members: Sequence[Member], slots: list[Any]) -> None:
         pager, facts = self._by.pager, members[0].facts

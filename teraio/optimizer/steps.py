@@ -318,10 +318,11 @@ _REASONS = 3  # reasons of graph breaks that a message names
 class Run(Protocol):
     """What a training run does with steps, see `TrainingRun`."""
 
+    steps: OptimizerSteps
+
     @property
     def is_limited(self) -> bool: ...
     def has_in_graph(self, parameter: Tensor) -> bool: ...
-    def step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
 
 
 class ProcessSteps(OwnHooks):
@@ -353,7 +354,7 @@ class ProcessSteps(OwnHooks):
         def tell_new_runs() -> None:
             for run in self._runs():
                 if run not in before:
-                    run.step_begins(optimizer, args, kwargs)
+                    run.steps.begin(optimizer, args, kwargs)
 
         return after_closure(args, kwargs, tell_new_runs)
 
