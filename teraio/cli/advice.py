@@ -23,11 +23,7 @@ from planner.simulator import STAGES, critical_path
 
 # no plan exists: it is proved, since one stage alone needs more. none was found: a plan may exist, but the planner has none.
 Fit = Literal["yes", "no plan exists", "none was found"]
-
-
 Unit = Literal["tokens", "samples"]
-
-
 # layer by layer: each layer runs for all passes before the next one does, forward and backward. So its parameters come in once
 # for all passes, and what is between two layers waits for all of them. A training loop has to do that: teraio keeps its order.
 Order = Literal["pass by pass", "layer by layer"]

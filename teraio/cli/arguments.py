@@ -19,7 +19,6 @@ from teraio.options import parse_bytes
 
 MAX_THREADS = 256
 
-
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="A trace file, as the option trace_out writes it.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
 Device = Annotated[str, typer.Option(help="Device budget: bytes, or text such as 24GiB.")]

@@ -26,7 +26,7 @@ from teraio.cli import arguments
 from teraio.cli.arguments import AsJson, Device, Host, PlanFile, Policy, Rows, Storage, TraceFile, as_options, with_solver_options
 from teraio.cli.lengths import histogram, lengths_facts, lengths_of_plan, lengths_table
 from teraio.cli.machine_commands import advise, capture, doctor
-from teraio.cli.output import Data, data_of, save, show_or_print, working, write_file, write_out
+from teraio.cli.output import Data, data_of, show_or_print, working, write_file, write_out
 from teraio.cli.plan_summary import plan_page, replay_page, summarise_plan, summarise_replay, sweep_budgets, sweep_page
 from teraio.cli.report.content import chrome_trace, draw, report_of
 from teraio.cli.report.page import html_page
@@ -73,7 +73,7 @@ def plan(
         made = planner.plan(loaded, budgets, policy=policy, **asdict(settings))
         made = planner.with_shorter(made, loaded, counts)
     if output is not None:
-        save(made, output)
+        write_file(output, made.text())
     by_length = lengths_of_plan(made, loaded, counts)
     page = [*plan_page(summarise_plan(made, loaded), rows), *lengths_facts(by_length), lengths_table(by_length)]
     show_or_print(data_of(made), page, as_json=as_json)

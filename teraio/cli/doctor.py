@@ -193,22 +193,14 @@ def _speed(what: str, name: str, how: str, rates: LinkRates) -> Finding:
     both = min(each.duplex_bytes_per_second for each in rates)
     found = f"path {how!r}: {rates}"
     if name == "buffered":
-        return Finding(
-            what=what,
-            verdict="slow",
-            found=found,
-            effect="spill files go through the page cache, which is host memory that no budget counts",
-            remedy="give a directory on a file system with direct I/O, such as ext4 or xfs",
-        )
-    if both < _SLOW:
-        return Finding(
-            what=what,
-            verdict="slow",
-            found=found,
-            effect="training waits for it unless little has to move",
-            remedy="give a directory on an NVMe drive, several such directories, or a host_budget",
-        )
-    return Finding(what=what, verdict="ok", found=found)
+        effect = "spill files go through the page cache, which is host memory that no budget counts"
+        remedy = "give a directory on a file system with direct I/O, such as ext4 or xfs"
+    elif both < _SLOW:
+        effect = "training waits for it unless little has to move"
+        remedy = "give a directory on an NVMe drive, several such directories, or a host_budget"
+    else:
+        return Finding(what=what, verdict="ok", found=found)
+    return Finding(what=what, verdict="slow", found=found, effect=effect, remedy=remedy)
 
 
 def _place(what: str, directory: Path) -> Iterator[Finding]:

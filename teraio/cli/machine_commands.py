@@ -21,7 +21,7 @@ from teraio.cli import arguments, output
 from teraio.cli.advice import Adviser, Case, Unit
 from teraio.cli.arguments import AsJson, Device, Host, Rows, Storage, with_solver_options
 from teraio.cli.lengths import length_range
-from teraio.cli.output import Column, Data, Facts, Page, Table, in_asked_unit, save, show_or_print, working, write_file
+from teraio.cli.output import Column, Data, Facts, Page, Table, in_asked_unit, show_or_print, working, write_file
 from teraio.cli.trace_summary import summarise_trace, tiles_of, trace_page
 from teraio.options import require_directory
 
@@ -83,7 +83,7 @@ def capture(
             lengths=between,
             device_bytes=budget,
         )
-    save(trace, output)
+    write_file(output, trace.text())
     summary = summarise_trace(trace)
     memory = in_asked_unit(budget or trace.hardware.device_memory_bytes).replace(" ", "")
     told = {"written": str(output), "next": f"teraio advise {output} --device {memory}"}
@@ -147,8 +147,8 @@ def advise(
     def keep(case: Case, made: planner.Plan) -> None:
         if plans is not None:
             name = case.what.replace(" ", "-").translate({ord(each): None for each in "%,"})
-            save(case.trace, plans / f"{name}.trace.json")
-            save(made, plans / f"{name}.plan.json")
+            write_file(plans / f"{name}.trace.json", case.trace.text())
+            write_file(plans / f"{name}.plan.json", made.text())
 
     budgets = arguments.budgets(arguments.size("--device", device), host, storage)
     with working("planning") as progress:

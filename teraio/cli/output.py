@@ -60,11 +60,6 @@ class Facts:
 Page = Sequence[Table | Facts | str]  # parts that are printed with an empty line between them
 
 
-def save(made: planner.Plan | planner.Trace, path: Path) -> None:
-    """Write a plan or a trace to a file. Raises TeraioError if that cannot be written."""
-    write_file(path, made.text())
-
-
 def write_file(path: Path, text: str) -> None:
     """Replace the file, see `write_atomic`. Raises TeraioError if it cannot be written."""
     try:
