@@ -133,22 +133,18 @@ def _with_code_of_its_own(function: Callable[..., Any]) -> FunctionType:
 
 
 def _refused(error: TeraioError, gm: GraphModule, inputs: Sequence[tuple[str, Kind]]) -> Callable[..., Any]:
-    registry.REGISTRY.forget_unused()
-    kept = error.without_traceback()
-    registry.REGISTRY.note_refusal(kept)
-    return _raiser(kept, gm, [kind for _, kind in inputs])
-
-
-def _raiser(error: TeraioError, gm: GraphModule, kinds: Sequence[Kind]) -> Callable[..., Any]:
-    """Return what stands for the graph that was not compiled. Dynamo may call it while it compiles, to learn its outputs.
+    """Return what stands for a graph that was not compiled. Dynamo may call it while it compiles, to learn its outputs.
 
     Dynamo keeps it for as long as the user's module, so it keeps no traceback: in that are frames, and in those the model.
     """
+    registry.REGISTRY.forget_unused()
+    kept, kinds = error.without_traceback(), [kind for _, kind in inputs]
+    registry.REGISTRY.note_refusal(kept)
 
     def refuse(*arguments: Any) -> Any:
         if torch._guards.TracingContext.try_get() is not None:
             return gm(*arguments)
-        raise _with_immovable(error, arguments, kinds) if isinstance(error, BudgetError) else error.without_traceback()
+        raise _with_immovable(kept, arguments, kinds) if isinstance(kept, BudgetError) else kept.without_traceback()
 
     return refuse
 

@@ -229,7 +229,14 @@ def capture(
         raise OptionsError("capture: lengths need a function that makes the training and returns a step that takes a length")
     description = hardware if isinstance(hardware, MachineDescription) else MachineDescription.load(hardware)
     device = torch.device("cpu" if description.gpu is None else "cuda")
-    training = _training(model_or_training, inputs, optimizer or torch.optim.AdamW, loss, device)
+    if isinstance(model_or_training, nn.Module):
+        if inputs is None:
+            raise OptionsError("capture: a model was given without inputs; give inputs=, such as a tuple of tensors")
+        training = training_of(model_or_training, inputs, optimizer or torch.optim.AdamW, loss, device)
+    elif inputs is not None:
+        raise OptionsError("capture: inputs belong to a model; a function makes its inputs itself")
+    else:
+        training = model_or_training
     told = () if lengths is None else _between(*lengths)
     captured = _Capture(description, subgroup_bytes, device_bytes)
     captured.run(training, told)
@@ -254,22 +261,6 @@ def _between(shortest: int, longest: int) -> tuple[int, ...]:
 def _in_backward() -> bool:
     """Return whether autograd runs a backward pass, in which a forward pass can only run again."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _training(
-    what: nn.Module | Callable[[], Step],
-    inputs: Inputs | None,
-    optimizer: MakeOptimizer,
-    loss: Callable[[Any], Tensor] | None,
-    device: torch.device,
-) -> Callable[[], Step]:
-    if isinstance(what, nn.Module):
-        if inputs is None:
-            raise OptionsError("capture: a model was given without inputs; give inputs=, such as a tuple of tensors")
-        return training_of(what, inputs, optimizer, loss, device)
-    if inputs is not None:
-        raise OptionsError("capture: inputs belong to a model; a function makes its inputs itself")
-    return what
 
 
 def training_of(

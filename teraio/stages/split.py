@@ -205,14 +205,10 @@ def _key(module: GraphModule) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-class _Reference:
+class _Reference(str):
     """Prints as the position of a node, so that the digest does not depend on names."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
+    __repr__ = str.__str__
 
 
 def _layout(value: Any) -> str:
