@@ -17,7 +17,6 @@ from planner.problem.host_updates import (
 )
 from planner.problem.lifetimes import (
     SLICES_SHARE,
-    BlockActivity,
     InactivePeriod,
     block_activities,
     bytes_by_stage,

@@ -5,7 +5,6 @@ from planner.simulator.timeline import (
     STAGES,
     CriticalPath,
     HostUpdate,
-    MemoryChange,
     PathSegment,
     StageTimes,
     Timeline,
