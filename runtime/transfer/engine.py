@@ -18,7 +18,7 @@ import torch
 
 from planner.errors import StorageError, StorageFullError, UnsupportedError
 from runtime.storage import ALIGNMENT_BYTES, Checksums, Chunk, ChunkIO, Slot, Store, UnchangedChunks, align_up, compare_file
-from runtime.transfer.link_queue import Link, OnDone, Ready, Transfer
+from runtime.transfer.link_queue import Link, Transfer
 
 _EXIT_SECONDS = 5.0  # how long the exit of the interpreter waits for chunks that are moving, over all threads
 
@@ -34,6 +34,8 @@ class Engine:
     chunk_bytes: the smallest number of bytes that a thread copies at a time.
     stuck_after_seconds: if a drive needs longer for one chunk, it no longer answers, see `check`.
     chunk_io: copies single chunks in the thread that calls, checked as all others.
+    write, read: queue a copy from memory to a slot, or back, see `Link.submit`. A slot in a file of the user is only compared
+    with the memory: the transfer fails with FileDiffers if they differ.
 
     Only the process that made the engine can use it, not a forked child. The caller owns the store: close it after the engine.
     Raises UnsupportedError for checksums of memory that the processor cannot read; `unchanged` does nothing there.
@@ -70,19 +72,9 @@ class Engine:
             stuck_after_seconds=stuck_after_seconds,
         )
         self.write_link, self.read_link = self._open_links()
+        self.write, self.read = self.write_link.submit, self.read_link.submit
         self.links = MappingProxyType({link.name: link for link in (self.write_link, self.read_link)})
         atexit.register(self._abandon)
-
-    def write(self, slot: Slot, address: int, on_done: OnDone, ready: Ready | None = None) -> Transfer:
-        """Queue a copy from memory to the slot, see `Link.submit`. Never waits.
-
-        A slot in a file of the user is only compared with the memory. The transfer fails with FileDiffers if they differ.
-        """
-        return self.write_link.submit(slot, address, on_done, ready)
-
-    def read(self, slot: Slot, address: int, on_done: OnDone, ready: Ready | None = None) -> Transfer:
-        """Queue a copy from the slot to memory, see `Link.submit`. Never waits."""
-        return self.read_link.submit(slot, address, on_done, ready)
 
     def forget_sums(self, slot: Slot) -> None:
         """Drop the checksums of a slot that something else may have written to. It has none until it is written again."""
