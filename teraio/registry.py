@@ -72,7 +72,7 @@ class Registry:
                         self._runs[key] = self.new_run(options, device, self.parts, self.shared, ranks)
                     self._runs[key].number, self._runs[key].on_iteration = next(self._numbers), self._tell
                     for optimizer in self._optimizers:
-                        self._runs[key].manage_optimizer(optimizer)
+                        self._runs[key].steps.manage(optimizer)
                 run = self._runs[key]
             run.steps.expect(optimizers)
             return run
@@ -172,7 +172,9 @@ class Registry:
         """
         if tensor.device.type == "cpu" or type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             return tensor
-        storage = next((found for run in self.runs() if (found := run.map_away(tensor)) is not None), None)
+        pagers = [run.operators.pager for run in self.runs()]
+        with uninterrupted():
+            storage = next((found for pager in pagers if (found := pager.map_away(tensor)) is not None), None)
         if storage is None:
             storage = self.shared.ownership.map_left(tensor.untyped_storage())
         if storage is None:
@@ -213,7 +215,7 @@ class Registry:
         with self._lock:
             self._optimizers.add(optimizer)
         for run in self.runs():
-            run.manage_optimizer(optimizer)
+            run.steps.manage(optimizer)
 
     def reset(self) -> None:
         """End all runs. See `teraio.reset`."""

@@ -334,16 +334,6 @@ class TrainingRun:
         """True as long as nothing has run."""
         return self._history.finished == 0 and not self._pager.blocks
 
-    def manage_optimizer(self, optimizer: Optimizer) -> None:
-        """Manage its steps and states, whatever the option optimizer says. Waits while states are copied."""
-        with uninterrupted():
-            self.steps.manage(optimizer)
-
-    def map_away(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """Return main memory over the content of a tensor that is not on its device, see `Tiers.map`; None if it is there."""
-        with uninterrupted():
-            return self._pager.map_away(tensor)
-
     def count_managed(self, tensors: Sequence[torch.Tensor]) -> int:
         """Return how many of these tensors it manages."""
         return sum(self._pager.known_block(tensor) is not None for tensor in tensors)

@@ -62,20 +62,15 @@ class ManagedOptimizer:
         return self.facts
 
     @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer itself. Raises ReferenceError if nobody holds it any more."""
-        return self.facts.optimizer
-
-    @property
     def identity(self) -> tuple[str, int]:
         """What a trace and a plan know its steps by: another one for the same parameters takes its place (meta-learning)."""
-        first = next((p for group in self.optimizer.param_groups for p in group["params"]), self.optimizer)
+        first = next((p for group in self.facts.optimizer.param_groups for p in group["params"]), self.facts.optimizer)
         return f"optimizer {self.facts.name}", id(first)
 
     @property
     def has_blocks(self) -> bool:
         """Whether a parameter of it is a block, or a shard of one that a graph takes."""
-        own = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        own = (parameter for group in self.facts.optimizer.param_groups for parameter in group["params"])
         found = any(self._pager.known_block(parameter) is not None or parameter in self._by.sharded for parameter in own)
         self.had_blocks |= found
         return found
@@ -93,15 +88,15 @@ class ManagedOptimizer:
         Waits while states are copied to memory that can leave.
         """
         self.adoption_due = False
-        for owned in owned_parameters(self.optimizer):
-            state = self.optimizer.state.get(owned.tensor)
+        for owned in owned_parameters(self.facts.optimizer):
+            state = self.facts.optimizer.state.get(owned.tensor)
             if self._pager.can_move and isinstance(state, dict):
                 for name in [name for name, value in state.items() if self._is_immovable(value)]:
                     state[name] = self._copied(state[name])  # who owns the old one too, such as a loaded dictionary, keeps that
             self.state_blocks(owned)
         self.count_states()
         if self._load_hook is None:
-            self._load_hook = self.optimizer.register_load_state_dict_post_hook(loaded)
+            self._load_hook = self.facts.optimizer.register_load_state_dict_post_hook(loaded)
 
     def forget_loads(self) -> None:
         """Remove the hook on `load_state_dict`."""
@@ -117,7 +112,7 @@ class ManagedOptimizer:
         made before teraio managed the optimizer is moved to memory that can leave.
         """
         found = []
-        for name, ordinal, tensor in _tensors(self.optimizer.state, owned.tensor):
+        for name, ordinal, tensor in _tensors(self.facts.optimizer.state, owned.tensor):
             if not moves(bytes_of(tensor)):
                 continue
             self._pager.make_movable(tensor)
@@ -163,7 +158,7 @@ class ManagedOptimizer:
     def count_states(self) -> None:
         """Count the bytes of states that are no blocks."""
         storages: dict[int, int] = {}
-        states = self.optimizer.state
+        states = self.facts.optimizer.state
         for parameter in list(states):
             for _, _, tensor in _tensors(states, parameter):
                 if self._pager.known_block(tensor) is None:
@@ -179,7 +174,7 @@ class ManagedOptimizer:
 
         To be called before a region begins: new blocks would count twice in a region.
         """
-        parameters = owned_parameters(self.optimizer)
+        parameters = owned_parameters(self.facts.optimizer)
         return PendingStep(facts=self.facts, parameters=parameters, updates=tuple(map(self._update, parameters)))
 
     def _update(self, owned: OwnedParameter) -> ParameterUpdate:
@@ -206,7 +201,7 @@ class ManagedOptimizer:
 
     def leave_nothing(self) -> None:
         """All parameters are updated: PyTorch's own call of `step` finds none. `step_ended` gives them back."""
-        self._give_back = emptied(self.optimizer)
+        self._give_back = emptied(self.facts.optimizer)
 
     def step_ended(self) -> bool:
         """Give the optimizer back the parameters that `leave_nothing` took. Return whether it had taken them."""

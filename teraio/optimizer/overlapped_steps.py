@@ -158,7 +158,7 @@ class OverlappedSteps:
         which are compared with those that the graph has made. Raises UnsupportedError if a parameter that the backward pass has
         updated should have waited for this step.
         """
-        optimizer = managed.optimizer
+        optimizer = managed.facts.optimizer
         done = []
         for number, _, parameter in owned_parameters(optimizer):
             eligibility = self.watch.eligibility(parameter)

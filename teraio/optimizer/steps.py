@@ -101,14 +101,18 @@ class OptimizerSteps(OwnHooks):
             managed.forget_loads()
 
     def manage(self, optimizer: Optimizer) -> None:
-        """Manage this optimizer, whatever `automatic` says. Its states become blocks as soon as one of its parameters is one."""
-        managed = self._optimizers.of(optimizer_inside(optimizer) or optimizer)
-        managed.chosen = managed.adoption_due = True
-        self.between_regions()
+        """Manage this optimizer, whatever `automatic` says. Its states become blocks as soon as one of its parameters is one.
+
+        Waits while states are copied.
+        """
+        with uninterrupted():
+            managed = self._optimizers.of(optimizer_inside(optimizer) or optimizer)
+            managed.chosen = managed.adoption_due = True
+            self.between_regions()
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers of which a parameter is a block."""
-        return [managed.optimizer for managed in self._optimizers if managed.has_blocks]
+        return [managed.facts.optimizer for managed in self._optimizers if managed.has_blocks]
 
     def expect(self, optimizers: Sequence[Optimizer]) -> None:
         """Make blocks of their states as soon as a parameter of theirs is one, if every optimizer is managed."""
@@ -262,7 +266,7 @@ class _WholeSteps:
         running.annotation.__exit__(None, None, None)
         with self._pager.device.region():
             try:
-                made = managed.made_states(owned_parameters(managed.optimizer), subgroup.read)
+                made = managed.made_states(owned_parameters(managed.facts.optimizer), subgroup.read)
             finally:
                 self._pager.retire(subgroup.read, subgroup.read, last_used=subgroup.states)
             self._observer.stage_ended(

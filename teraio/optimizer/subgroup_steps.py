@@ -215,7 +215,7 @@ class _SubgroupStep:
             try:
                 pager.evict_until_free(sum(block.size_bytes for block in missing), keep=following)
                 begin = self.by.observer.mark()
-                gradients = GradientVersions(self.managed.optimizer, touched)
+                gradients = GradientVersions(self.managed.facts.optimizer, touched)
                 with annotate("update", name):
                     if slices is not None:
                         slices.run()

@@ -189,13 +189,13 @@ def test_what_is_known_keeps_nothing_alive(started: Start) -> None:
     set_gradients(parameters, 0)
     optimizer.step()
     managed = training.steps._optimizers.of(optimizer)
-    assert managed.adopted and managed.has_blocks and managed.optimizer is optimizer
+    assert managed.adopted and managed.has_blocks and managed.facts.optimizer is optimizer
     gone = [weakref.ref(optimizer), *(weakref.ref(p) for p in parameters), weakref.ref(optimizer.state[parameters[0]]["exp_avg"])]
     del optimizer, parameters, parameter
     gc.collect()
     assert [each() for each in gone] == [None] * 4
     with pytest.raises(ReferenceError):
-        _ = managed.optimizer
+        _ = managed.facts.optimizer
 
 
 # -- `torch.compile(optimizer.step)`: Dynamo compiles none of teraio's functions, and the bits are those of the plain step
