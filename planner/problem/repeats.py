@@ -93,18 +93,21 @@ class LaidOut:
         sources, cut = source_blocks(self._repeats.trace, self.recompute), self._length * self._repeats.times
         of_once = {(move.block, move.after): move for move in self._once.moves}
         of_border = {(self._left[move.block], move.after + cut * (move.after >= self._first)): move for move in border.moves}
-        # Between passes blocks are away that are so in either plan: each has made room by that.
+        # What waits when the first of these passes begins does so in all of them, or its copies in would come on top of theirs. In the
+        # pass after them, blocks are away that are so in either plan: each has made room by that.
         over_once = {move.block: move for move in self._once.moves if move.before >= self._length}
         over_border = {self._left[move.block]: move for move in border.moves if move.after < self._first <= move.before}
         found: Decisions = {}
         for index, period in enumerate(problem.periods):
             number, after = divmod(period.after - self._first, self._length)
             like = self._repeats.blocks.get(sources[period.block])
-            over = period.after < self._first + cut <= period.before or period.after < self._first <= period.before
-            if 0 <= number < self._repeats.times and like is not None:
+            if period.after < self._first <= period.before and like is not None:
+                move = over_once.get(like)
+            elif 0 <= number < self._repeats.times and like is not None:
+                over = period.after < self._first + cut <= period.before
                 move = of_once.get((like, after)) or (over_border.get(period.block) if over else None)
             else:
-                move = of_border.get((period.block, period.after)) or (over_once.get(like) if over and like is not None else None)
+                move = of_border.get((period.block, period.after))
             if move is not None:
                 leave = min(period.after + _waits(move), period.last_leave)
                 start = period.before if move.prefetch is None else period.before - move.before + move.prefetch.start
