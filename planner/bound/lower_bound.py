@@ -31,7 +31,7 @@ from planner.problem import (
 
 _INSTANTS = 16
 _INSTANTS_FIRST = 8  # for long iterations: a fifth of the time of 16, and often as good
-_INSTANTS_REPEATED = 24  # the same where passes repeat: three of them and the step share the instants
+_INSTANTS_REPEATED = 20  # where passes repeat: three of them and the step share the instants. 24 take three times as long.
 _INSTANTS_SHORT = 32  # for iterations of at most _SHORT_STAGES stages: there they cost little time, and 16 give a weak bound
 _SHORT_STAGES = 64
 _MARGIN = 1e-6
@@ -52,7 +52,7 @@ def lower_bound_seconds(
     """Return the seconds that an iteration takes at least, under any plan; see `docs/lower-bound.md`.
 
     `max_instants`: number of instants of the iteration to consider. More instants may raise the bound and take longer. None: 32
-    for short iterations; for others 8 and, if the bound is below `enough_seconds` then, 16, or 24 where passes repeat.
+    for short iterations, 20 where passes repeat; for others 8 and, if the bound is below `enough_seconds` then, 16.
     `max_whole`: up to how many stages of idle blocks, summed over blocks and tiers, blocks count as whole.
 
     Waits for at most about ten seconds for each number of instants, and no longer than planning may take. The simple
@@ -65,9 +65,13 @@ def lower_bound_seconds(
     settings = SolverSettings(time_limit_seconds=_SECONDS, gap=0.0, threads=threads)
     if not updatable and (not problem.routes or problem.everything_fits):
         return best
-    then = _INSTANTS if repeats_of(problem.trace) is None else _INSTANTS_REPEATED
-    tried = (_INSTANTS_SHORT,) if problem.stage_count <= _SHORT_STAGES else (_INSTANTS_FIRST, then)
-    for most in tried if max_instants is None else (max_instants,):
+    if max_instants is not None:
+        tried: tuple[int, ...] = (max_instants,)
+    elif problem.stage_count <= _SHORT_STAGES:
+        tried = (_INSTANTS_SHORT,)
+    else:
+        tried = (_INSTANTS_FIRST, _INSTANTS) if repeats_of(problem.trace) is None else (_INSTANTS_REPEATED,)
+    for most in tried:
         if out_of_time():
             break
         try:

@@ -33,7 +33,10 @@ _FEW_CLASSES = 120
 _LARGE = 0.05  # of the budget. With smaller blocks, plans are no faster for the room of one.
 _ROUNDED_WELL = 1.005  # of the shares of updates, what whole ones may take longer: about the model's own error
 _ROUNDING = 1e-3  # solvers return shares with errors of about this size
-_MAX_NODES = 5  # of the search tree of an integer program that completes a relaxed solution. Fifty find no better ones.
+# Nodes of the search tree of an integer program. A whole one of 61 stages takes 120 s else, and leaves none to make its solution
+# exact; two hundred nodes find no better plans.
+_MAX_NODES = 100
+_MAX_NODES_COMPLETING = 5  # where the program completes a relaxed solution. Fifty find no better ones.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +78,7 @@ def coarse_solutions(
     with contextlib.suppress(SolverError):
         if short and reserve_bytes is None:
             built = coarse_program(problem, _resolution(problem), subgroups, write_weight=settings.write_weight, decided=decided)
-            whole = solve(built, relaxed=False, vertex=True, settings=settings)
+            whole = solve(built, relaxed=False, vertex=True, settings=settings, max_nodes=_MAX_NODES)
             yield whole
             if whole.report.status == "optimal":
                 return
@@ -258,7 +261,7 @@ def _complete(built: CoarseProgram, relaxed: CoarseSolution, settings: SolverSet
         value = relaxed.values[entry.chosen]
         program.lower[entry.chosen] = float(value > 1 - _ROUNDING)
         program.upper[entry.chosen] = float(value > _ROUNDING)
-    whole = solve(built, relaxed=False, vertex=False, settings=settings, max_nodes=_MAX_NODES)
+    whole = solve(built, relaxed=False, vertex=False, settings=settings, max_nodes=_MAX_NODES_COMPLETING)
     bound, objective = relaxed.report.bound_seconds, whole.report.objective_seconds
     assert bound is not None and objective is not None  # the one was relaxed, the other not
     changed = {"status": "feasible", "bound_seconds": bound, "gap": max(0.0, (objective - bound) / max(objective, 1e-12))}

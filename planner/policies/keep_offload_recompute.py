@@ -169,6 +169,8 @@ class _Search:
     def bound_seconds(self) -> float:
         """The lower bound on all plans, with re-runs or without; 0 where only plans with re-runs fit."""
         enough = inf if self.best is None else self._cost(self.best) / self.effort.close_draft
+        if self._task.part:
+            enough = 0.0  # a rough one will do
         try:
             problem = Problem.of(self.trace, self.budgets)
             return lower_bound_seconds(problem, threads=self._task.settings.threads, enough_seconds=enough)
@@ -207,7 +209,8 @@ class _Search:
         with suppress(SolverError, BudgetError):
             problem = Problem.of(trace, self.budgets)
             room = room_bytes(problem)
-            for reserve in dict.fromkeys((room,) if self._task.part else (0, room)):
+            # Of a part, one set is planned. If all the room stays free for it, too much runs again, and if none does, too little.
+            for reserve in dict.fromkeys((room // 2,) if self._task.part else (0, room)):
                 shares = rerun_shares(problem, self.places, self._task.settings, reserve_bytes=reserve)
                 if shares:
                     yield rounded(trace, shares)

@@ -7,8 +7,10 @@ longer than a pass persists in it; what none of its stages uses, such as optimiz
 in it does so in all passes, also in the first and the last, as far as these have stages of the same names.
 
 With these re-runs, the border is planned: the iteration from which all like passes are cut out, so that the last pass follows
-the first. Its plan decides about all that begins in a stage that is left there, the plan of `once` about the rest. Both together
-are a proposal for the whole iteration, to be made exact there.
+the first. In their place is a stage without time that reads what is on the device when a pass of `once` begins: so the first of
+them can begin like the others. Its plan decides about all that begins in a stage that is left there, the plan of `once` about the
+rest, and about what waits when the first of them begins: other copies would come on top of those of the pass. Both together are a
+proposal for the whole iteration, to be made exact there.
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ class LaidOut:
         self._first = repeats.first + sum(each.at < repeats.first for each in self.recompute)
         self._length = repeats.length + len(once.recompute)
         self._left: list[int] = []  # the blocks of the border
+        self._over = {move.block: move for move in once.moves if move.before >= self._length}  # away where a pass begins
         self.border = self._border()
 
     def decisions(self, problem: Problem, border: Plan) -> Decisions:
@@ -90,38 +93,46 @@ class LaidOut:
 
         Its updates on the host are those of the border's plan.
         """
-        sources, cut = source_blocks(self._repeats.trace, self.recompute), self._length * self._repeats.times
+        sources, seam, cut = source_blocks(self._repeats.trace, self.recompute), self._first, self._length * self._repeats.times
         of_once = {(move.block, move.after): move for move in self._once.moves}
-        of_border = {(self._left[move.block], move.after + cut * (move.after >= self._first)): move for move in border.moves}
-        # Between passes blocks are away that are so in either plan: each has made room by that.
-        over_once = {move.block: move for move in self._once.moves if move.before >= self._length}
-        over_border = {self._left[move.block]: move for move in border.moves if move.after < self._first <= move.before}
+        of_border = {(self._left[move.block], move.after + (cut - 1) * (move.after > seam)): move for move in border.moves}
+        over_border = {self._left[move.block]: move for move in border.moves if move.after <= seam < move.before}
         found: Decisions = {}
         for index, period in enumerate(problem.periods):
-            number, after = divmod(period.after - self._first, self._length)
-            like = self._repeats.blocks.get(sources[period.block])
-            over = period.after < self._first + cut <= period.before or period.after < self._first <= period.before
-            if 0 <= number < self._repeats.times and like is not None:
+            number, after = divmod(period.after - seam, self._length)
+            like, until = self._repeats.blocks.get(sources[period.block]), period.before
+            if like is not None and 0 <= number < self._repeats.times:
+                over = period.after < seam + cut <= period.before
+                # In the pass after them, blocks are away that are so in either plan: each has made room by that.
                 move = of_once.get((like, after)) or (over_border.get(period.block) if over else None)
+            elif like is not None and period.after < seam <= period.before:
+                move = self._over.get(like)
+                if move is None:
+                    move, until = of_border.get((period.block, period.after)), seam
             else:
-                move = of_border.get((period.block, period.after)) or (over_once.get(like) if over and like is not None else None)
+                move = of_border.get((period.block, period.after))
             if move is not None:
                 leave = min(period.after + _waits(move), period.last_leave)
-                start = period.before if move.prefetch is None else period.before - move.before + move.prefetch.start
+                start = period.before if move.prefetch is None else until - move.before + move.prefetch.start
                 found[index] = Decision(tier=move.tier, leave=leave, start=max(start, leave + 1))
         return found
 
     def _border(self) -> Trace:
-        trace, cut = self.trace, range(self._first, self._first + self._length * self._repeats.times)
+        trace, seam, length = self.trace, self._first, self._length * self._repeats.times
+        sources = source_blocks(self._repeats.trace, self.recompute)
 
         def left(stages: Iterable[int]) -> tuple[int, ...]:
-            return tuple(stage - len(cut) * (stage >= cut.stop) for stage in stages if stage not in cut)
+            kept = (stage for stage in stages if not seam <= stage < seam + length)
+            return tuple(stage - (length - 1) * (stage > seam) for stage in kept)
 
         blocks: list[Block] = []
         for block in trace.blocks:
             reads, writes = left(block.reads), left(block.writes)
+            like = self._repeats.blocks.get(sources[block.id])
+            if like is not None and self._repeats.once.blocks[like].persistent and like not in self._over:
+                reads = tuple(sorted((*reads, seam)))
             if reads or writes:
-                dies = None if block.dies_after is None else left([max(block.dies_after, cut.stop)])[0]
+                dies = None if block.dies_after is None else left([max(block.dies_after, seam + length)])[0]
                 changes = {"id": len(blocks), "reads": reads, "writes": writes, "dies_after": dies}
                 blocks.append(block.model_copy(update=changes))
                 self._left.append(block.id)
@@ -130,9 +141,10 @@ class LaidOut:
             each.model_copy(update={"stage": left([each.stage])[0], "blocks": tuple(numbers[block] for block in each.blocks)})
             for each in trace.subgroups
         )
+        passes = Stage(id=seam, name="passes", phase="backward", duration_seconds=0.0)
         stages = tuple(
             stage.model_copy(update={"id": number})
-            for number, stage in enumerate([*trace.stages[: cut.start], *trace.stages[cut.stop :]])
+            for number, stage in enumerate([*trace.stages[:seam], passes, *trace.stages[seam + length :]])
         )
         changes = {"stages": stages, "blocks": tuple(blocks), "subgroups": subgroups, "recompute": (), "not_recomputed": ()}
         return trace.model_copy(update=changes)

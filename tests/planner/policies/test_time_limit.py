@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from planner import Trace, plan
+from planner.ilp import MAX_INTEGER_STAGES
+from planner.lp import solve_program
 from planner.policies import HEURISTICS, POLICIES
 from planner.problem import out_of_time, seconds_left, time_limit
 from tests.planner.problem.test_repeats import budgets
@@ -27,6 +31,22 @@ def test_with_time_nothing_is_cut_off() -> None:
     assert made.solver.status in ("optimal", "feasible")
     fastest = min(plan(traced, given, policy=name).predicted.iteration_seconds for name in HEURISTICS)  # type: ignore[union-attr]
     assert made.predicted is not None and made.predicted.iteration_seconds <= fastest
+
+
+@pytest.mark.parametrize("passes", [4, 20])
+def test_what_ends_an_integer_program_is_counted(passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock, one program of a short iteration would take all the time, and leave none to make its solution exact."""
+    most: list[int | None] = []
+
+    def counted(*given: Any, linear: bool, max_nodes: int | None = None, **more: Any) -> Any:
+        most.extend([] if linear else [max_nodes])
+        return solve_program(*given, linear=linear, max_nodes=max_nodes, **more)
+
+    monkeypatch.setattr("planner.ilp.coarse.solve_program", counted)
+    traced = microbatches(passes)
+    assert (len(traced.stages) <= MAX_INTEGER_STAGES) == (passes == 4)
+    plan(traced, budgets(traced, 0.2), policy="offload-only", lower_bound=False)
+    assert most and all(each is not None and each <= 100 for each in most)
 
 
 def test_limits_nest() -> None:

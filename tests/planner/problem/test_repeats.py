@@ -42,10 +42,41 @@ def test_one_pass_stands_for_those_between_the_first_and_the_last(user: bool) ->
 
 @pytest.mark.parametrize("user", [False, True])
 def test_at_the_border_the_last_pass_follows_the_first(user: bool) -> None:
+    """Between them is a stage without time, which reads what does not wait when a pass begins."""
     found = repeats_of(microbatches(6, user=user))
     assert found is not None
-    alone = plan(found.once, Budgets(device_bytes=1000))
-    assert checked(LaidOut(found, alone).border).fingerprint == microbatches(2, user=user).rebuilt(recompute=()).fingerprint
+    alone = plan(found.once, budgets(found.once, 0.3))
+    border = checked(LaidOut(found, alone.model_copy(update={"recompute": ()})).border)
+    waiting = {move.block for move in alone.moves if move.before >= found.length}
+    kept = [each.name for each in found.once.blocks if each.persistent and each.id not in waiting]
+    assert border.stages[found.first].duration_seconds == 0 and 0 < len(kept) < 6
+    assert [block.name for block in border.blocks if found.first in block.reads] == kept
+
+    def without(stages: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(stage - (stage > found.first) for stage in stages if stage != found.first)
+
+    blocks = [b.model_copy(update={"reads": without(b.reads), "writes": without(b.writes)}) for b in border.blocks]
+    subgroups = [each.model_copy(update={"stage": each.stage - 1}) for each in border.subgroups]
+    stages = [
+        each.model_copy(update={"id": each.id - (each.id > found.first)}) for each in border.stages if each.id != found.first
+    ]
+    left = border.rebuilt(stages=tuple(stages), blocks=tuple(blocks), subgroups=tuple(subgroups))
+    assert left.fingerprint == microbatches(2, user=user).rebuilt(recompute=()).fingerprint
+
+
+def test_what_waits_when_a_pass_begins_does_so_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = microbatches(8, 6, rate=3.0)
+    found = repeats_of(traced)
+    assert found is not None
+    monkeypatch.setattr(registry, "WHOLE_STAGES", 10)
+    made = plan(traced, budgets(traced, 0.3), policy="offload-only", lower_bound=False)
+
+    def waiting(stage: int) -> set[int]:
+        over = (move for move in made.moves if move.prefetch is not None and move.after < stage <= move.prefetch.start)
+        return {found.blocks[move.block] for move in over if move.block in found.blocks}
+
+    begins = range(found.first, found.end, found.length)
+    assert waiting(begins[1]) and all(waiting(begin) == waiting(begins[1]) for begin in begins)
 
 
 def test_what_runs_again_in_one_pass_does_so_in_all() -> None:

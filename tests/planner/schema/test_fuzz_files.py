@@ -244,7 +244,7 @@ from planner.errors import FileFormatError
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 for path in sys.argv[1:]:
     try:
-        (Plan if "plan" in path else Trace).load(path)
+        (Plan if "plan" in path.rpartition("/")[2] else Trace).load(path)
     except FileFormatError as error:
         print(error)
 """
