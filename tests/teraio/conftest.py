@@ -47,7 +47,9 @@ def _forget() -> None:
 @pytest.fixture(autouse=True)
 def planning_in_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make plans in this process, except in tests with the mark `planning_process`: each process imports for seconds."""
-    if request.node.get_closest_marker("planning_process") is None:
+    if request.node.get_closest_marker("planning_process") is not None:
+        request.getfixturevalue("unfrozen")
+    else:
         monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=InProcessJob))
 
 

@@ -29,12 +29,11 @@ from runtime.system import (
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c_raises_and_nothing_stays_frozen() -> Iterator[None]:
+def ctrl_c_raises_and_nothing_is_frozen(unfrozen: None) -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     assert gc.isenabled() and not frozen()
     yield
     gc.enable()
-    gc.unfreeze()
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
