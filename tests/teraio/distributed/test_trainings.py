@@ -110,10 +110,13 @@ cut = partial(Row, budget=10 * MIB)
 SEVERAL: dict[str, Any] = {"passes": 2, "clip": True}
 
 ROWS = {
-    "DDP, views of buckets": replicated(run=partial(ddp, settings={"gradient_as_bucket_view": True}, born=True), buckets=True),
     # A plan could update there, and replicas would drift apart.
     "DDP over a host tier, several passes and clipping": replicated(run=partial(ddp, no_sync=no_sync, **SEVERAL), tier=ON_HOST),
-    "DDP, batches of other sizes on each rank": replicated(run=partial(ddp, rows=(256, 64, 192), steps=14), budget=32 * MIB),
+    "DDP, views of buckets, batches of other sizes on each rank": replicated(
+        run=partial(ddp, settings={"gradient_as_bucket_view": True}, born=True, rows=(256, 64, 192), steps=14),
+        budget=32 * MIB,
+        buckets=True,
+    ),
     "FSDP2, several passes and clipping": shared_out(run=partial(fsdp, born=True, **SEVERAL)),
     "tensors by columns and rows": cut(run=partial(tensor_parallel, sequence=False), check=check_collectives),
     "tensors gathered in the graph": cut(run=gathered_in_the_graph, budget=18 * MIB),
