@@ -17,6 +17,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from .runtime.processes import Forking
+
 os.environ["TERAIO_PLAN_CACHE"] = "off"
 
 settings.register_profile("ci", max_examples=15, deadline=None)
@@ -48,3 +50,17 @@ def _freeze() -> None:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def forking_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forking]:
+    forking = Forking(tmp_path_factory.mktemp("processes"))
+    yield forking
+    forking.close()
+
+
+@pytest.fixture
+def forking(forking_process: Forking) -> Iterator[Forking]:
+    """Starts processes. What still runs at the end is killed."""
+    yield forking_process
+    forking_process.end_all()
