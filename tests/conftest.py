@@ -42,6 +42,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def unfrozen() -> Iterator[None]:
     gc.unfreeze()
+    assert gc.isenabled()
     yield
     _freeze()
 
