@@ -120,8 +120,7 @@ ROWS = {
     "FSDP2, several passes and clipping": shared_out(run=partial(fsdp, born=True, **SEVERAL)),
     "tensors by columns and rows": cut(run=partial(tensor_parallel, sequence=False), check=check_collectives),
     "tensors gathered in the graph": cut(run=gathered_in_the_graph, budget=18 * MIB),
-    "ZeRO": replicated(run=partial(ddp, optimizer=zero_adamw), check=check_broadcasts),
-    "uneven inputs, with ZeRO": replicated(run=partial(joined, optimizer=zero_momentum), states=4),
+    "uneven inputs, with ZeRO": replicated(run=partial(joined, optimizer=zero_adamw), check=check_broadcasts),
     "pipeline": Row(run=pipeline, budget=16 * MIB, equal=False),
 }
 LONG = {
@@ -143,6 +142,7 @@ LONG = {
     "FSDP2, four ranks": shared_out(run=partial(fsdp, wide=2 * WIDE), budget=22 * MIB, count=4, states=32),
     # In the processes of another case, AOTAutograd's partitioner fails: "Node tangents_2 was invalid".
     "tensors with sequences": cut(run=partial(tensor_parallel, sequence=True), fresh=True),
+    "ZeRO": replicated(run=partial(ddp, optimizer=zero_momentum), states=4, check=check_broadcasts),
     # Ranks may update their own parameters on the host, since others get them by a broadcast.
     "ZeRO over a host tier": replicated(run=partial(ddp, optimizer=zero_adamw), tier=ON_HOST, exact=False),
     "uneven inputs, inside": replicated(run=joined),

@@ -184,7 +184,12 @@ def test_a_plan_that_this_run_cannot_carry_out_is_refused(tmp_path: Path, option
 
 @pytest.mark.parametrize(
     ("name", "tier", "seed", "share"),
-    [("plain", "storage", 1, 0.6), ("plain", "host", 2, 1.0), ("plain", "both", 3, 0.0), ("accumulating", "storage", 0, 0.0)],
+    [
+        ("plain", "storage", 1, 0.6),
+        ("plain", "host", 2, 1.0),
+        ("plain", "both", 3, 0.0),
+        pytest.param("accumulating", "storage", 0, 0.0, marks=pytest.mark.long),
+    ],
 )
 def test_random_plans(tmp_path: Path, name: str, tier: str, seed: int, share: float) -> None:
     trained = {"plain": PLAIN, **PROGRAMS}[name]
