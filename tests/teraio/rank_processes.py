@@ -30,8 +30,6 @@ COUNT = 2
 _SECONDS = by_profile(ci=280.0, long=1100.0)
 """A case that takes longer, or a rank that waits longer for the other, is a failure. Cases take seconds on an idle machine."""
 
-_SECONDS_TO_END = 5.0
-
 
 class Ranks:
     """`count` processes with the environment that torchrun gives them. They start at the first case, and anew after a failure."""
@@ -90,7 +88,7 @@ class Ranks:
         for connection in self._connections:
             connection.close()
         for process in self._processes:
-            process.join(_SECONDS_TO_END)
+            process.join(5.0)
             process.kill()
             process.join()
         self._processes, self._connections = [], []

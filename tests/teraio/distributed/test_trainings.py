@@ -124,9 +124,7 @@ ROWS = {
     "pipeline": Row(run=pipeline, budget=16 * MIB, equal=False),
 }
 LONG = {
-    "DDP, around": replicated(run=ddp),
     "DDP, around, not split": replicated(run=partial(ddp, optimize_ddp=False)),
-    "DDP, inside": replicated(run=partial(ddp, around=False)),
     "DDP, static graph": replicated(run=partial(ddp, settings={"static_graph": True})),
     # It leaves compiled autograd in its processes, in which other cases fail.
     "DDP, reduced by Python": replicated(run=partial(ddp, optimize_ddp="python_reducer"), fresh=True),
@@ -134,7 +132,6 @@ LONG = {
     # Reducing changes nothing then, as in the first steps of a trial; gradients must be there at the step all the same.
     "DDP, overlap_step, the same rows": replicated(run=partial(ddp, same_rows=True), options={"overlap_step": True}),
     "DDP, four ranks": replicated(run=ddp, count=4, states=16),
-    "FSDP2, each block": shared_out(run=fsdp),
     "FSDP2, whole": shared_out(run=partial(fsdp, whole=True)),
     "FSDP2, kept gathered": shared_out(run=partial(fsdp, settings={"reshard_after_forward": False}), budget=20 * MIB),
     "FSDP2, mixed precision": shared_out(run=partial(fsdp, settings=HALVES), tolerance=2e-2),
@@ -145,7 +142,6 @@ LONG = {
     "ZeRO": replicated(run=partial(ddp, optimizer=zero_momentum), states=4, check=check_broadcasts),
     # Ranks may update their own parameters on the host, since others get them by a broadcast.
     "ZeRO over a host tier": replicated(run=partial(ddp, optimizer=zero_adamw), tier=ON_HOST, exact=False),
-    "uneven inputs, inside": replicated(run=joined),
     "uneven inputs, around": replicated(run=partial(joined, around=True)),
     "uneven inputs, one ends while all plan": replicated(run=partial(joined, epochs=((12, 3),)), planned=False),
 }
