@@ -79,7 +79,7 @@ soak: $(READY)  ## train for thousands of iterations, train 50 times, and print 
 	TEST_PROFILE=$${TEST_PROFILE:-long} OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest tests/soak -p no:logging --timeout=7200 $(ARGS)
 
 coverage: $(READY)  ## run the tests and tell which lines and branches of the three packages they reach
-	$(MAKE) test ARGS="--cov=planner --cov=runtime --cov=teraio --cov-branch --cov-report=term --cov-report=html:build/coverage $(ARGS)"
+	$(MAKE) test ARGS="--cov --cov-report=term --cov-report=html:build/coverage $(ARGS)"
 
 check: lint types imports docs test wheel  ## ruff, mypy, import-linter, the docs, the tests, and the built wheel in a clean environment
 

@@ -28,6 +28,8 @@ PLAN_SECONDS = 60.0
 
 Batch = TypeVar("Batch")
 
+# PyTorch would time the guards of each graph, with cold caches, for a line in its log.
+torch._dynamo.guards.profile_guard_manager = lambda *given: 0.0
 # Else pytest gives this logger its handlers, and PyTorch prints every graph for them.
 logging.getLogger("torch.__trace").propagate = True
 

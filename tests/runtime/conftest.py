@@ -11,8 +11,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from runtime.storage import PosixStore
 
-from .processes import Forking
-
 
 @pytest.fixture
 def folders(tmp_path: Path) -> list[Path]:
@@ -28,20 +26,6 @@ def store(folders: list[Path]) -> Iterator[PosixStore]:
     store = PosixStore(folders, budget_bytes=None)
     yield store
     store.close()
-
-
-@pytest.fixture(scope="session")
-def forking_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forking]:
-    forking = Forking(tmp_path_factory.mktemp("processes"))
-    yield forking
-    forking.close()
-
-
-@pytest.fixture
-def forking(forking_process: Forking) -> Iterator[Forking]:
-    """Starts processes. What still runs at the end is killed."""
-    yield forking_process
-    forking_process.end_all()
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ FORKING = """
 import json, os, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores them, for example
 signal.signal(signal.SIGINT, signal.default_int_handler)
-import runtime.cpu, runtime.transfer, torch._inductor.compile_fx  # what processes import here or later
+import runtime.cpu, runtime.transfer, torch._inductor.compile_fx, teraio.backend  # what processes import here or later
+torch._inductor.fx_passes.joint_graph.lazy_init(torch.device("cpu"))  # patterns for which the first graph is searched
 while line := sys.stdin.readline():
     asked = json.loads(line)
     if "wait" in asked:

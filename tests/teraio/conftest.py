@@ -21,14 +21,14 @@ from teraio.optimizer import OptimizerFacts
 from teraio.registry import REGISTRY
 from teraio.stages import CutPolicy
 
-from ..runtime.conftest import forking, forking_process, group
+from ..runtime.conftest import group
 from ..training import MIB, forget
 from .in_process import InProcessJob
 from .optimizer.managed_training import TieredTraining, Training
 from .optimizer.plain_training import SIZE
 from .rank_processes import Ranks
 
-__all__ = ["forking", "forking_process", "group"]
+__all__ = ["group"]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,9 @@ def _forget() -> None:
 @pytest.fixture(autouse=True)
 def planning_in_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make plans in this process, except in tests with the mark `planning_process`: each process imports for seconds."""
-    if request.node.get_closest_marker("planning_process") is None:
+    if request.node.get_closest_marker("planning_process") is not None:
+        request.getfixturevalue("unfrozen")
+    else:
         monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=InProcessJob))
 
 

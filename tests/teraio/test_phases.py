@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,13 +38,6 @@ from .virtual import BLOCK_BYTES, STAGES, VirtualTraining, hardware, plan_for, s
 def more_iterations_where_times_disagree(monkeypatch: pytest.MonkeyPatch, no_more_iterations_on_a_busy_machine: None) -> None:
     """As outside of tests."""
     monkeypatch.setattr(phases, "_LONGEST", 2)
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_frozen() -> Iterator[None]:
-    """Phases that follow a plan freeze what is there; those that a test leaves at its end do not end."""
-    yield
-    gc.unfreeze()
 
 
 class Memory:

@@ -29,12 +29,9 @@ from runtime.system import (
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c_raises_and_nothing_stays_frozen() -> Iterator[None]:
+def ctrl_c_raises() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert gc.isenabled() and not frozen()
     yield
-    gc.enable()
-    gc.unfreeze()
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
@@ -179,7 +176,7 @@ class Loop:
         self.itself = self
 
 
-def test_only_what_was_there_before_is_passed_over() -> None:
+def test_only_what_was_there_before_is_passed_over(unfrozen: None) -> None:
     collector = QuietCollector()
     old = Loop()
     collector.begin()
@@ -193,14 +190,14 @@ def test_only_what_was_there_before_is_passed_over() -> None:
     assert of_old() is None and not frozen()
 
 
-def test_garbage_is_collected_first() -> None:
+def test_garbage_is_collected_first(unfrozen: None) -> None:
     garbage = weakref.ref(Loop())
     QuietCollector().begin()
     assert garbage() is None
 
 
 @pytest.mark.parametrize("decided", ["disabled", "frozen"])
-def test_a_program_that_has_decided_itself_is_left_alone(decided: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_has_decided_itself_is_left_alone(decided: str, unfrozen: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are noted, not objects counted: other threads, of trainings that tests have left, may search through all objects."""
     if decided == "disabled":
         gc.disable()
@@ -213,10 +210,11 @@ def test_a_program_that_has_decided_itself_is_left_alone(decided: str, monkeypat
         collector = QuietCollector()
         collector.begin()
         collector.end()
+    gc.enable()
     assert threading.get_ident() not in callers
 
 
-def test_what_python_never_frees_is_not_taken_for_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_python_never_frees_is_not_taken_for_frozen(unfrozen: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.12 counts 375 objects that nobody has frozen."""
     with monkeypatch.context() as patch:
         patch.setattr(gc, "get_freeze_count", lambda: 375)
@@ -226,7 +224,7 @@ def test_what_python_never_frees_is_not_taken_for_frozen(monkeypatch: pytest.Mon
     assert frozen() and not any(each is old for each in gc.get_objects())
 
 
-def test_a_search_through_all_objects_sees_the_frozen_ones() -> None:
+def test_a_search_through_all_objects_sees_the_frozen_ones(unfrozen: None) -> None:
     old = Loop()
     QuietCollector().begin()
     assert not any(each is old for each in gc.get_objects())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,7 +74,7 @@ def test_the_first_budget_that_an_error_names_has_room_for_the_buckets(group: No
 
 
 @pytest.mark.parametrize("wrap", [nn.Sequential, DistributedDataParallel])
-def test_a_model_that_was_refused_is_let_go(group: None, tmp_path: Path, wrap: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_model_that_was_refused_is_let_go(group: None, unfrozen: None, tmp_path: Path, wrap: type[nn.Module]) -> None:
     """Else its parameters would stay for ever, and its buckets would count when the next budget is tried."""
 
     def refused() -> weakref.ref[nn.Module]:

@@ -110,21 +110,21 @@ cut = partial(Row, budget=10 * MIB)
 SEVERAL: dict[str, Any] = {"passes": 2, "clip": True}
 
 ROWS = {
-    "DDP, views of buckets": replicated(run=partial(ddp, settings={"gradient_as_bucket_view": True}, born=True), buckets=True),
     # A plan could update there, and replicas would drift apart.
     "DDP over a host tier, several passes and clipping": replicated(run=partial(ddp, no_sync=no_sync, **SEVERAL), tier=ON_HOST),
-    "DDP, batches of other sizes on each rank": replicated(run=partial(ddp, rows=(256, 64, 192), steps=14), budget=32 * MIB),
+    "DDP, views of buckets, batches of other sizes on each rank": replicated(
+        run=partial(ddp, settings={"gradient_as_bucket_view": True}, born=True, rows=(256, 64, 192), steps=14),
+        budget=32 * MIB,
+        buckets=True,
+    ),
     "FSDP2, several passes and clipping": shared_out(run=partial(fsdp, born=True, **SEVERAL)),
     "tensors by columns and rows": cut(run=partial(tensor_parallel, sequence=False), check=check_collectives),
     "tensors gathered in the graph": cut(run=gathered_in_the_graph, budget=18 * MIB),
-    "ZeRO": replicated(run=partial(ddp, optimizer=zero_adamw), check=check_broadcasts),
-    "uneven inputs, with ZeRO": replicated(run=partial(joined, optimizer=zero_momentum), states=4),
+    "uneven inputs, with ZeRO": replicated(run=partial(joined, optimizer=zero_adamw), check=check_broadcasts),
     "pipeline": Row(run=pipeline, budget=16 * MIB, equal=False),
 }
 LONG = {
-    "DDP, around": replicated(run=ddp),
     "DDP, around, not split": replicated(run=partial(ddp, optimize_ddp=False)),
-    "DDP, inside": replicated(run=partial(ddp, around=False)),
     "DDP, static graph": replicated(run=partial(ddp, settings={"static_graph": True})),
     # It leaves compiled autograd in its processes, in which other cases fail.
     "DDP, reduced by Python": replicated(run=partial(ddp, optimize_ddp="python_reducer"), fresh=True),
@@ -132,7 +132,6 @@ LONG = {
     # Reducing changes nothing then, as in the first steps of a trial; gradients must be there at the step all the same.
     "DDP, overlap_step, the same rows": replicated(run=partial(ddp, same_rows=True), options={"overlap_step": True}),
     "DDP, four ranks": replicated(run=ddp, count=4, states=16),
-    "FSDP2, each block": shared_out(run=fsdp),
     "FSDP2, whole": shared_out(run=partial(fsdp, whole=True)),
     "FSDP2, kept gathered": shared_out(run=partial(fsdp, settings={"reshard_after_forward": False}), budget=20 * MIB),
     "FSDP2, mixed precision": shared_out(run=partial(fsdp, settings=HALVES), tolerance=2e-2),
@@ -140,9 +139,9 @@ LONG = {
     "FSDP2, four ranks": shared_out(run=partial(fsdp, wide=2 * WIDE), budget=22 * MIB, count=4, states=32),
     # In the processes of another case, AOTAutograd's partitioner fails: "Node tangents_2 was invalid".
     "tensors with sequences": cut(run=partial(tensor_parallel, sequence=True), fresh=True),
+    "ZeRO": replicated(run=partial(ddp, optimizer=zero_momentum), states=4, check=check_broadcasts),
     # Ranks may update their own parameters on the host, since others get them by a broadcast.
     "ZeRO over a host tier": replicated(run=partial(ddp, optimizer=zero_adamw), tier=ON_HOST, exact=False),
-    "uneven inputs, inside": replicated(run=joined),
     "uneven inputs, around": replicated(run=partial(joined, around=True)),
     "uneven inputs, one ends while all plan": replicated(run=partial(joined, epochs=((12, 3),)), planned=False),
 }
