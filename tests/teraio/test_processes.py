@@ -22,9 +22,9 @@ TRAIN = """
 import sys, torch, teraio
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(10)])
+model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(24)])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-options = dict(memory_budget="8MiB", storage=sys.argv[1], codegen="eager")
+options = dict(memory_budget="16MiB", storage=sys.argv[1], codegen="eager")
 compiled = torch.compile(model, backend="teraio", options=options)
 
 def step():
