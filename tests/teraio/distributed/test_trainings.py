@@ -124,6 +124,7 @@ ROWS = {
     "pipeline": Row(run=pipeline, budget=16 * MIB, equal=False),
 }
 LONG = {
+    "DDP, inside": replicated(run=partial(ddp, around=False)),
     "DDP, around, not split": replicated(run=partial(ddp, optimize_ddp=False)),
     "DDP, static graph": replicated(run=partial(ddp, settings={"static_graph": True})),
     # It leaves compiled autograd in its processes, in which other cases fail.
