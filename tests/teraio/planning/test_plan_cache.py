@@ -285,7 +285,7 @@ def test_the_path_is_given_only_if_the_file_is_there(tmp_path: Path, caplog: pyt
     assert "the trace could not be written to" in record.message and "training goes on without" in record.message
 
 
-def test_as_long_as_a_plan_is_followed_the_collector_passes_over_what_training_holds(tmp_path: Path) -> None:
+def test_as_long_as_a_plan_is_followed_the_collector_passes_over_what_training_holds(unfrozen: None, tmp_path: Path) -> None:
     options = {"memory_budget": 10 * MIB, "storage": tmp_path, "profile_iterations": 1}
     training = weights_of_1_mib(options, count=12)
     held: dict[str, list[bool]] = {}
