@@ -58,7 +58,7 @@ def segments_of(problem: Problem, max_segments: int) -> tuple[Segment, ...]:
     """Merge neighbouring stages, cheapest pair first, until at most `max_segments` are left.
 
     The cost of a merged segment is its share of the iteration's time, plus a quarter of the bytes first used in it as a share of
-    the budget. Borders between phases stay unless they would take half of the segments.
+    the budget. Borders between phases stay unless they would take half of the segments; then at least those of optimizer steps.
     """
     stages = problem.trace.stages
     total = max(problem.trace.ideal_seconds, 1e-12)
@@ -70,6 +70,9 @@ def segments_of(problem: Problem, max_segments: int) -> tuple[Segment, ...]:
     weights = list(weight)
     phases = ["backward" if stage.phase == "recompute" else stage.phase for stage in stages]
     fixed = {i for i in range(1, len(stages)) if phases[i] != phases[i - 1]}
+    if len(fixed) >= max_segments // 2:
+        # Updates on the host begin with the step: else the program would let them begin in the backward pass.
+        fixed = {i for i in fixed if "optimizer" in phases[i - 1 : i + 1]}
     if len(fixed) >= max_segments // 2:
         fixed = set()
     together = [inf] + [inf if i in fixed else weights[i - 1] + weights[i] for i in range(1, len(stages))]

@@ -23,7 +23,7 @@ from planner.schema import SolverReport, WaitingTier
 from ...thoroughness import by_profile
 from ..exhaustive import best_seconds, placements, small_problem, small_training
 from ..strategies import problems, training_problems
-from ..traces import Entry, block, hardware, layers, staged, trace, transformer_trace
+from ..traces import Entry, block, hardware, layers, microbatches, staged, trace, transformer_trace
 
 EXACT = SolverSettings(gap=0.0, threads=1)
 FULL = Resolution(max_segments=64, window=64)
@@ -222,6 +222,16 @@ def test_segments_cover_all_stages_and_a_block_is_idle_at_the_peaks_within_its_p
         idle = range(grid.end_of(period.after) + 1, grid.start_of(period.before))
         peaks = [segments[k % len(segments)].peak + k // len(segments) * stages for k in range(2 * len(segments))]
         assert list(idle) == [k for k, peak in enumerate(peaks) if period.after < peak < period.before]
+
+
+@pytest.mark.parametrize("most", [12, 24])
+def test_no_segment_has_stages_of_the_step_and_others(most: int) -> None:
+    """Else updates on the host would begin in the backward pass. Borders between other phases are too many here."""
+    problem = Problem.of(microbatches(8, user=True), Budgets(device_bytes=1000))
+    stages = problem.trace.stages
+    for segment in segments_of(problem, most):
+        phases = {stage.phase for stage in stages[segment.first : segment.last + 1]}
+        assert len(phases) == 1 or "optimizer" not in phases
 
 
 def test_a_long_iteration_gets_a_relaxed_solution_and_then_a_whole_one() -> None:
