@@ -34,7 +34,7 @@ _LARGE = 0.05  # of the budget. With smaller blocks, plans are no faster for the
 _ROUNDED_WELL = 1.005  # of the shares of updates, what whole ones may take longer: about the model's own error
 _ROUNDING = 1e-3  # solvers return shares with errors of about this size
 # Nodes of the search tree of an integer program. A whole one of 61 stages takes 120 s else, and leaves none to make its solution
-# exact; two hundred nodes find no better plans.
+# exact. With twice as many, plans are as often worse as better.
 _MAX_NODES = 100
 _MAX_NODES_COMPLETING = 5  # where the program completes a relaxed solution. Fifty find no better ones.
 
