@@ -41,6 +41,7 @@ _AT_THE_BOUND = 1 + 1e-9  # a plan within this factor of the lower bound cannot 
 Policy = Callable[[Trace, Budgets, SolverSettings], Plan]
 
 
+@without_collections()
 def plan(
     trace: Trace,
     budgets: Budgets,
@@ -84,11 +85,11 @@ def plan(
     if policy not in POLICIES:
         raise OptionsError(f"policy {policy!r} is not known; the policies are: {', '.join(POLICIES)}")
     settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=gap, threads=threads, write_weight=write_weight)
-    with time_limit(time_limit_seconds), without_collections():
+    with time_limit(time_limit_seconds):
         made = _no_slower_than(incumbents, trace, budgets, lambda: POLICIES[policy](trace, budgets, settings))
         if out_of_time():
             made = made.model_copy(update={"solver": made.solver.model_copy(update={"status": "time limit"})})
-    with time_limit(_BOUND_SECONDS), without_collections():
+    with time_limit(_BOUND_SECONDS):
         if lower_bound:
             made = with_lower_bound(made, trace, budgets, threads=threads)
         else:

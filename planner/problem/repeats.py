@@ -84,6 +84,8 @@ class LaidOut:
         self._repeats, self._once = repeats, once
         self._first = repeats.first + sum(each.at < repeats.first for each in self.recompute)
         self._length = repeats.length + len(once.recompute)
+        self._cut = self._length * repeats.times  # stages that the border is without
+        self._sources = source_blocks(repeats.trace, self.recompute)
         self._left: list[int] = []  # the blocks of the border
         self._over = {move.block: move for move in once.moves if move.before >= self._length}  # away where a pass begins
         self.border = self._border()
@@ -93,14 +95,14 @@ class LaidOut:
 
         Its updates on the host are those of the border's plan.
         """
-        sources, seam, cut = source_blocks(self._repeats.trace, self.recompute), self._first, self._length * self._repeats.times
+        seam, cut = self._first, self._cut
         of_once = {(move.block, move.after): move for move in self._once.moves}
         of_border = {(self._left[move.block], move.after + (cut - 1) * (move.after > seam)): move for move in border.moves}
         over_border = {self._left[move.block]: move for move in border.moves if move.after <= seam < move.before}
         found: Decisions = {}
         for index, period in enumerate(problem.periods):
             number, after = divmod(period.after - seam, self._length)
-            like, until = self._repeats.blocks.get(sources[period.block]), period.before
+            like, until = self._repeats.blocks.get(self._sources[period.block]), period.before
             if like is not None and 0 <= number < self._repeats.times:
                 over = period.after < seam + cut <= period.before
                 # In the pass after them, blocks are away that are so in either plan: each has made room by that.
@@ -118,21 +120,20 @@ class LaidOut:
         return found
 
     def _border(self) -> Trace:
-        trace, seam, length = self.trace, self._first, self._length * self._repeats.times
-        sources = source_blocks(self._repeats.trace, self.recompute)
+        trace, seam, cut = self.trace, self._first, self._cut
 
         def left(stages: Iterable[int]) -> tuple[int, ...]:
-            kept = (stage for stage in stages if not seam <= stage < seam + length)
-            return tuple(stage - (length - 1) * (stage > seam) for stage in kept)
+            kept = (stage for stage in stages if not seam <= stage < seam + cut)
+            return tuple(stage - (cut - 1) * (stage > seam) for stage in kept)
 
         blocks: list[Block] = []
         for block in trace.blocks:
             reads, writes = left(block.reads), left(block.writes)
-            like = self._repeats.blocks.get(sources[block.id])
+            like = self._repeats.blocks.get(self._sources[block.id])
             if like is not None and self._repeats.once.blocks[like].persistent and like not in self._over:
                 reads = tuple(sorted((*reads, seam)))
             if reads or writes:
-                dies = None if block.dies_after is None else left([max(block.dies_after, seam + length)])[0]
+                dies = None if block.dies_after is None else left([max(block.dies_after, seam + cut)])[0]
                 changes = {"id": len(blocks), "reads": reads, "writes": writes, "dies_after": dies}
                 blocks.append(block.model_copy(update=changes))
                 self._left.append(block.id)
@@ -144,7 +145,7 @@ class LaidOut:
         passes = Stage(id=seam, name="passes", phase="backward", duration_seconds=0.0)
         stages = tuple(
             stage.model_copy(update={"id": number})
-            for number, stage in enumerate([*trace.stages[:seam], passes, *trace.stages[seam + length :]])
+            for number, stage in enumerate([*trace.stages[:seam], passes, *trace.stages[seam + cut :]])
         )
         changes = {"stages": stages, "blocks": tuple(blocks), "subgroups": subgroups, "recompute": (), "not_recomputed": ()}
         return trace.model_copy(update=changes)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from planner import Plan, PlanError, SolverError, Trace
+from runtime.execution import StageRun
 from teraio import phases
 from teraio.machine import ResolvedBudgets
 from teraio.options import parse_options
@@ -31,7 +32,7 @@ from teraio.profiling import Iteration, IterationBorder
 from teraio.watching import PeakWatch
 
 from .in_process import InstantJobs
-from .virtual import BLOCK_BYTES, STAGES, VirtualTraining, hardware, plan_for, stage_run
+from .virtual import BLOCK_BYTES, STAGES, VirtualTraining, hardware, plan_for
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +114,7 @@ class Rig:
         for goes_on in (True, False):
             recorder.region_begins("broadcast" if goes_on else "optimizer", 1, step_goes_on=goes_on)
             mark, phase = recorder.mark(), "forward" if goes_on else "optimizer"
-            recorder.stage_ended(stage_run(phase, phase), mark, mark)  # type: ignore[arg-type]
+            recorder.stage_ended(StageRun(name=phase, phase=phase), mark, mark)  # type: ignore[arg-type]
             recorder.region_ended()
         return recorder.iteration_ends()
 

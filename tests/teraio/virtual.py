@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import planner
 from planner import Budgets, Hardware, Link, Move, Plan, Prefetch
 from planner.schema import Placement
 from runtime import device as device_module
-from runtime.execution import Phase, StageRun
+from runtime.execution import StageRun
 from runtime.paging import Block, Done, Pager
 from runtime.transfer import LinkRates, OneWay
 from teraio.following import IterationObserver
@@ -74,11 +73,6 @@ class TimedMover(MemoryMover):
         return dict(self.busy)
 
 
-def stage_run(name: str, phase: Phase = "forward", **fields: Any) -> StageRun:
-    """A stage that touches nothing, but for `fields`."""
-    return StageRun(name=name, phase=phase, **fields)
-
-
 class VirtualTraining:
     """One region of STAGES stages, each of which reads a weight of its own for `stage_seconds`.
 
@@ -134,7 +128,8 @@ class VirtualTraining:
             end = self.observer.mark()
             self.pager.retire([weight], [])
             self.mover.pass_seconds(self.between_seconds)
-            self.observer.stage_ended(stage_run(f"forward/{number}", read=[weight], code=self.codes[number]), begin, end)
+            run = StageRun(name=f"forward/{number}", phase="forward", read=[weight], code=self.codes[number])
+            self.observer.stage_ended(run, begin, end)
         self.observer.region_ended()
         self.pager.leave_region()
 

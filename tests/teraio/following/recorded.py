@@ -9,11 +9,12 @@ import torch
 from planner import Budgets, Move, Offload, Plan, Prefetch
 from planner.schema import WaitingTier
 from runtime.device import WallMark
+from runtime.execution import StageRun
 from runtime.paging import Block, Pager
 from teraio.following import IterationObserver, StageSchedule
 from teraio.profiling import Iteration
 
-from ..virtual import profile_of, stage_run
+from ..virtual import profile_of
 
 FORWARD, BACKWARD, STEP, EVALUATION = "forward", "backward", "optimizer", "evaluation"
 COUNTS = {FORWARD: 2, BACKWARD: 2, STEP: 1, EVALUATION: 3}
@@ -75,7 +76,7 @@ class Training:
         if identity == BACKWARD and self.made:
             read.append(self.made.pop())
         written = [self.weight] if identity == STEP else []
-        run = stage_run(f"{identity}/{number}", identity, read=read, made=made, written=written)  # type: ignore[arg-type]
+        run = StageRun(name=f"{identity}/{number}", phase=identity, read=read, made=made, written=written)  # type: ignore[arg-type]
         self.observer.stage_ended(run, WallMark(0.0), WallMark(0.001))
         if identity == BACKWARD and self.kept:
             self.kept.pop()
