@@ -20,9 +20,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from planner.bound.classes import RerunClass, UpdateClass
+from planner.bound.classes import RerunClass
 from planner.bound.windows import CopyClass, CopyWindow, Instants
-from planner.lp import HostUpdateVariables, Program, Terms, TimeRows, Variable, add_chains, add_host_update, steps
+from planner.lp import (
+    HostUpdateVariables,
+    HostUpdateWindows,
+    Program,
+    Terms,
+    TimeRows,
+    Variable,
+    add_chains,
+    add_host_update,
+    steps,
+)
 from planner.problem import Problem, Route
 from planner.schema import Link
 
@@ -171,7 +181,7 @@ def build_bound(
     problem: Problem,
     instants: Instants,
     classes: tuple[CopyClass, ...],
-    updates: tuple[UpdateClass, ...],
+    updates: tuple[HostUpdateWindows, ...],
     reruns: tuple[RerunClass, ...] = (),
     *,
     whole: bool,
@@ -194,9 +204,7 @@ def build_bound(
         model.stall[same[0]] = program.variable(inf) if instants.can_stall[same[0]] else None
     for route in problem.routes:
         model.places[route.tier] = [[] for _ in instants.positions]
-    model.updates = [
-        add_host_update(program, each.windows, problem.route("host"), count=len(instants), whole=whole) for each in updates
-    ]
+    model.updates = [add_host_update(program, each, problem.route("host"), count=len(instants), whole=whole) for each in updates]
     add_reruns(model, reruns)
     cost: Terms = [(stall, 1.0) for stall in model.stall if stall is not None]
     cost += [(update.chosen, -update.windows.device_seconds) for update in model.updates]

@@ -11,11 +11,11 @@ from math import fsum, inf
 
 import numpy as np
 
-from planner.bound.classes import rerun_classes, update_classes, visits
+from planner.bound.classes import rerun_classes, visits
 from planner.bound.formulation import build_bound
 from planner.bound.windows import Instants, copy_classes
 from planner.errors import SolverError
-from planner.lp import Program, solve_program
+from planner.lp import Program, host_update_classes, solve_program
 from planner.problem import (
     DEFAULT_THREADS,
     InactivePeriod,
@@ -98,7 +98,7 @@ def _proved_seconds(problem: Problem, max_instants: int, max_whole: int, setting
     whole = idle <= max_whole
     instants = Instants.of(problem, max_instants, None if whole else repeats_of(problem.trace))
     scaled = in_units(problem, unit)
-    updates = update_classes(scaled, instants, apart=whole, unit_seconds=unit)
+    updates = host_update_classes(scaled, instants, problem.may_update_on_host, apart=whole, unit_seconds=unit)
     reruns = rerun_classes(problem, instants, apart=whole, unit_seconds=unit)
     program = build_bound(
         scaled,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
 from planner.problem import Problem, RerunPlaces, made_bytes, stage_floors
-from planner.schema import Link, RecomputeGroup, Subgroup
+from planner.schema import Link, RecomputeGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,8 @@ class ClassPeriod(NamedTuple):
 class BlockClass:
     """Blocks that are idle in the same segments; they are decided together. `size_bytes` is their sum.
 
-    `subgroup`: the subgroup that all of them belong to, if it can update on the host. `user_visible`: user code can reach them.
+    `update`: the class of subgroups that all of them belong to, if these can update on the host. `user_visible`: user code can
+    reach them.
     `rerun`: the class of re-runs that makes all of them anew, if the program decides about re-runs.
     """
 
@@ -127,7 +128,7 @@ class BlockClass:
     first_segment: int
     last_segment: int
     periods: tuple[ClassPeriod, ...]
-    subgroup: int | None = None
+    update: int | None = None
     user_visible: bool = False
     rerun: int | None = None
 
@@ -139,18 +140,23 @@ class BlockClass:
 def classes_of(
     problem: Problem,
     grid: SegmentGrid,
-    subgroups: Sequence[Subgroup] = (),
+    updates: Sequence[Collection[int]] = (),
     *,
     largest_bytes: int,
     rerun_of: Mapping[int, int] | None = None,
 ) -> tuple[BlockClass, ...]:
     """Group blocks by the segments of their periods. A class holds at most `largest_bytes`, or one block.
 
-    Blocks of different `subgroups` are in different classes. rerun_of: by block, the class of re-runs that makes it anew; blocks
-    of different ones are in different classes, too.
+    updates: the subgroups of each class of updates on the host. rerun_of: by block, the class of re-runs that makes it anew.
+    Blocks of different ones of these are in different classes.
     """
     rerun_of = rerun_of or {}
-    owner = {block: subgroup.id for subgroup in subgroups for block in subgroup.blocks}
+    owner = {
+        block: number
+        for number, subgroups in enumerate(updates)
+        for subgroup in subgroups
+        for block in problem.trace.subgroups[subgroup].blocks
+    }
     by_block: dict[int, list[ClassPeriod]] = {}
     for index, period in enumerate(problem.periods):
         begin, end = grid.end_of(period.after), grid.start_of(period.before)
@@ -177,7 +183,7 @@ def classes_of(
                 first_segment=min(grid.span_of(block.uses[0]) for block in blocks),
                 last_segment=max(grid.span_of(block.last_stage) for block in blocks),
                 periods=tuple(same[0]._replace(indices=tuple(each.indices[0] for each in same)) for same in alike),
-                subgroup=owner.get(chunk[0]),
+                update=owner.get(chunk[0]),
                 rerun=rerun_of.get(chunk[0]),
             )
         )

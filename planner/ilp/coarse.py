@@ -24,8 +24,8 @@ MAX_INTEGER_STAGES = 64
 # For one lower tier. With 64 segments, plans of long iterations are up to 3 % slower; with 250, they are no faster, and take
 # twice as long.
 _FINE = Resolution(max_segments=140, window=6)
-_SEVERAL_TIERS = Resolution(max_segments=64, window=6)  # here more segments gain little, and take much longer
-_ROUGH = Resolution(max_segments=24, window=3)
+_SEVERAL_TIERS = Resolution(max_segments=64, window=4)  # here more segments gain little, and take much longer
+_ROUGH = Resolution(max_segments=24, window=3, classes_at_peak=120)
 _RERUNS = Resolution(max_segments=140, window=4, classes_at_peak=200)
 _RERUNS_ROUGH = Resolution(max_segments=64, window=3, classes_at_peak=100)
 MANY_STAGES = 900  # longer iterations get fewer classes of blocks, and no integer program: each would take ten seconds
@@ -77,7 +77,9 @@ def coarse_solutions(
     short = problem.stage_count <= MAX_INTEGER_STAGES
     with contextlib.suppress(SolverError):
         if short and reserve_bytes is None:
-            built = coarse_program(problem, _resolution(problem), subgroups, write_weight=settings.write_weight, decided=decided)
+            built = coarse_program(
+                problem, _resolution(problem), subgroups, write_weight=settings.write_weight, apart=True, decided=decided
+            )
             whole = solve(built, relaxed=False, vertex=True, settings=settings, max_nodes=_MAX_NODES)
             yield whole
             if whole.report.status == "optimal":
@@ -294,12 +296,12 @@ def _chosen_tiers(model: CoarseModel, values: Sequence[float]) -> dict[int, Wait
 
 def _on_host(model: CoarseModel, values: Sequence[float]) -> frozenset[int]:
     """Read the subgroups that update on the host; fractions are rounded in the same way."""
-    chosen: set[int] = set()
-    carried = 0.0
-    for update in model.updates:
-        share, size = values[update.chosen], update.windows.host_bytes
+    trace, chosen, carried = model.problem.trace, set[int](), 0.0
+    shares = {number: values[update.chosen] for update in model.updates for number in update.windows.subgroups}
+    for number, share in sorted(shares.items()):
+        size = host_bytes(trace, trace.subgroups[number])
         carried += share * size
         if share > _ROUNDING and carried >= size / 2:
-            chosen.add(int(update.windows.name))
+            chosen.add(number)
             carried -= size
     return frozenset(chosen)

@@ -34,7 +34,7 @@ from planner.ilp.model import (
     add_user_code,
     reruns_in,
 )
-from planner.lp import Program, Terms, TimeRows, add_host_update, host_update_windows, scaled, steps
+from planner.lp import Program, Terms, TimeRows, add_host_update, host_update_classes, scaled, steps
 from planner.problem import TIE_WEIGHT, Problem, RerunPlaces, Route, in_units, made_by, outward_weight, solver_unit
 from planner.schema import Subgroup
 
@@ -69,12 +69,14 @@ def coarse_program(
     subgroups: Sequence[Subgroup],
     *,
     write_weight: float,
+    apart: bool = False,
     decided: bool = False,
     places: RerunPlaces | None = None,
     reserve_bytes: int = 0,
 ) -> CoarseProgram:
     """Build a program. subgroups: those that may update on the host, or (decided) that do. places: groups that may run again.
 
+    apart: keep like subgroups apart; otherwise they are one class, whose h is any share.
     reserve_bytes: of the budget, which stay free for what the model divides and the exact stage cannot.
     """
     began, unit, program = time.perf_counter(), solver_unit(problem), Program()
@@ -96,12 +98,13 @@ def coarse_program(
     at_peak = resolution.classes_at_peak  # blocks beyond so many are put together: large programs stay solvable
     largest = max(problem.budgets.device_bytes * 3 // at_peak, max(problem.live_bytes) // at_peak, 1)
     rerun_of = made_by(problem.source, [each.groups for each in reruns])
-    for block_class in classes_of(problem, grid, subgroups, largest_bytes=largest, rerun_of=rerun_of):
+    updates = host_update_classes(scaled, grid, subgroups, apart=apart, unit_seconds=unit, window=resolution.window)
+    owners = [update.subgroups for update in updates]
+    for block_class in classes_of(problem, grid, owners, largest_bytes=largest, rerun_of=rerun_of):
         for period in block_class.periods:
             for route in scaled.routes:
                 model.periods.append(_variables(program, block_class, period, route, resolution.window))
-    for subgroup in subgroups:
-        windows = host_update_windows(scaled, grid, subgroup, unit_seconds=unit, window=resolution.window)
+    for windows in updates:
         model.updates.append(add_host_update(program, windows, scaled.route("host"), count=len(segments), whole=True))
         program.lower[model.updates[-1].chosen] = float(decided)
     _add_objective(model, write_weight)
@@ -118,7 +121,15 @@ def coarse_program(
         model.add_time_limit(f"shared {number}")
     add_updates(model)
     add_rerun_reads(model)
-    asked = (resolution, tuple(subgroup.id for subgroup in subgroups), write_weight, decided, places is None, reserve_bytes)
+    asked = (
+        resolution,
+        tuple(subgroup.id for subgroup in subgroups),
+        write_weight,
+        apart,
+        decided,
+        places is None,
+        reserve_bytes,
+    )
     return CoarseProgram(model=model, asked=asked, unit_seconds=unit, build_seconds=time.perf_counter() - began)
 
 
@@ -207,7 +218,6 @@ def _add_copy_order(model: CoarseModel) -> None:
 
 def _add_valid_copies(model: CoarseModel) -> None:
     """d_p ≤ Σ O_{p',end} over the earlier periods p' of the same class, epoch and tier; in the host tier, plus h_g."""
-    chosen = model.on_host
     families: dict[tuple[object, ...], list[PeriodVariables]] = defaultdict(list)
     for entry in model.periods:
         if not entry.block_class.read_only:
@@ -218,8 +228,8 @@ def _add_valid_copies(model: CoarseModel) -> None:
         for position, entry in enumerate(family):
             if entry.found is not None:
                 terms: Terms = [(entry.found, 1.0)] + [(p.out[-1], -1.0) for p in family[:position]]
-                if entry.route.tier == "host" and entry.block_class.subgroup in chosen:
-                    terms.append((chosen[entry.block_class.subgroup], -1.0))
+                if entry.route.tier == "host" and entry.block_class.update is not None:
+                    terms.append((model.updates[entry.block_class.update].chosen, -1.0))
                 model.program.at_most(terms, 0)
 
 

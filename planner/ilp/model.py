@@ -88,11 +88,6 @@ class CoarseModel:
     reruns: Sequence[GroupClass] = ()
     again: list[Variable] = field(default_factory=list)
 
-    @property
-    def on_host(self) -> dict[int, Variable]:
-        """h of each subgroup (id) that may update on the host."""
-        return {int(update.windows.name): update.chosen for update in self.updates}
-
     def by_period(self) -> list[list[PeriodVariables]]:
         """Return the entries of `periods` by class and period: one for each tier."""
         tiers = len(self.problem.routes)
@@ -169,15 +164,16 @@ def add_updates(model: CoarseModel) -> None:
 
     The host's processor: Σ host_seconds · ΔU_k ≤ τ_k + δ_k. The chains, whose members follow one another: `add_chains`.
     """
-    problem, chosen = model.problem, model.on_host
+    problem = model.problem
     for entry in model.periods:
-        number = entry.block_class.subgroup
-        if number is None:
+        if entry.block_class.update is None:
             continue
+        update = model.updates[entry.block_class.update]
         period = problem.periods[entry.period.indices[0]]
         touched = {period.after} if period.final else {period.after, period.before % problem.stage_count}
-        if problem.trace.subgroups[number].stage in touched or entry.route.tier != "host":
-            model.program.at_most([(entry.chosen, 1.0), (chosen[number], 1.0)], 1)
+        updated = {problem.trace.subgroups[number].stage for number in update.windows.subgroups}
+        if touched & updated or entry.route.tier != "host":
+            model.program.at_most([(entry.chosen, 1.0), (update.chosen, 1.0)], 1)
     model.add_time_limit(PROCESSOR)
     add_chains(model.program, model.updates, model.stall, [segment.seconds for segment in model.segments])
 
@@ -196,22 +192,22 @@ def add_capacity(model: CoarseModel, route: Route) -> None:
         if entry.route.tier == route.tier:
             by_class[entry.block_class.blocks].append(entry)
     kept: dict[int, int] = defaultdict(int)
-    chosen = model.on_host if route.tier == "host" else {}
+    updates = model.updates if route.tier == "host" else []
     for entries in by_class.values():
         place = model.program.variable()
         for entry in entries:
             terms: Terms = [(place, 1.0), (entry.chosen, -1.0)]
             model.program.at_least(terms, 0)
         block_class: BlockClass = entries[0].block_class
-        if block_class.persistent and block_class.subgroup in chosen:
-            kept[block_class.subgroup] += block_class.size_bytes
-            model.program.at_least([(place, 1.0), (chosen[block_class.subgroup], -1.0)], 0)
+        if block_class.persistent and block_class.update is not None and updates:
+            kept[block_class.update] += block_class.size_bytes
+            model.program.at_least([(place, 1.0), (updates[block_class.update].chosen, -1.0)], 0)
         first = 0 if block_class.persistent else block_class.first_segment
         last = count - 1 if block_class.persistent else block_class.last_segment
         for k in range(first, last + 1):
             rows[k].append((place, block_class.size_bytes / scale))
-    for update in model.updates if chosen else ():
-        rest = update.windows.host_bytes - kept[int(update.windows.name)]
+    for number, update in enumerate(updates):
+        rest = update.windows.host_bytes - kept[number]
         for each in rows:
             each.append((update.chosen, rest / scale))
     model.program.levels(rows, [route.budget_bytes / scale] * count)

@@ -1,4 +1,4 @@
-"""Variables and rows for optimizer subgroups that may update on the host, and when their copies may happen.
+"""Variables and rows for optimizer subgroups that may update on the host.
 
 The coarse program, by which `planner.ilp.coarse` decides, and the lower bound share them. Symbols: g subgroups that can update on
 the host; k spans of time (segments, or the time between two instants).
@@ -15,197 +15,15 @@ others. `TimeRows` count what updates and other copies take of links and the hos
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
 
+from planner.lp.host_update_windows import HostUpdateWindows, UpdateCopy
 from planner.lp.program import Program, Terms, Variable, scaled, steps
-from planner.problem import Problem, Route, gradients, host_bytes, host_start, next_user_stage, parameters, states, total_bytes
-from planner.schema import Block, Link, Subgroup
+from planner.problem import Problem, Route
 
 PROCESSOR = "host processor"  # key of the host processor's rows among those of the links
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateCopy:
-    """Blocks that cross one link for an update on the host, in spans `first` to `last` − 1.
-
-    `absent`: the spans or instants where they count as absent: gradients by the share that has left, parameters except for the
-    share that is back.
-    """
-
-    first: int
-    last: int
-    absent: range
-    size_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateChain:
-    """Copies and an update that follow one another within `spans`, and the `seconds` that they take together."""
-
-    spans: range
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostUpdateWindows:
-    """When one update on the host and its copies may happen, in spans numbered on over the iteration's end.
-
-    The update takes `host_seconds` in spans `first` to `last` − 1. `span`: that of its stage, which is shorter by
-    `device_seconds`. `held_bytes`: size of the states. `host_bytes`: size of all its blocks. `idle`: where the stage's workspace
-    of `idle_bytes` is not needed. `chains`: what must follow one another.
-
-    `at_instants`: `absent` and `idle` count instants (k is the beginning of span k), and parameters are back at the end of their
-    last span. Otherwise they count whole spans, and a parameter may come in during the stall at the beginning of span `last`.
-    """
-
-    name: str
-    span: int
-    device_seconds: float
-    host_seconds: float
-    held_bytes: int
-    host_bytes: int
-    first: int
-    last: int
-    gradients: tuple[UpdateCopy, ...]
-    parameters: tuple[UpdateCopy, ...]
-    chains: tuple[UpdateChain, ...]
-    at_instants: bool
-    idle: range = range(0)
-    idle_bytes: int = 0
-
-
-class SpanGrid(Protocol):
-    """How a program divides an iteration into spans of time: by segments of stages, or by instants.
-
-    Stages and spans are numbered on over the iteration's end. `at_instants`: span k begins at instant k, and memory is counted at
-    instants; else spans are segments, and memory is counted over each whole segment.
-    """
-
-    @property
-    def at_instants(self) -> bool: ...
-
-    def span_of(self, stage: int) -> int:
-        """Return the span in which the stage starts."""
-
-    def start_of(self, stage: int) -> int:
-        """Return the end (exclusive) of the spans for what must be done when the stage starts."""
-
-    def end_of(self, stage: int) -> int:
-        """Return the span in which the stage ends."""
-
-    def update_begin(self, stage: int) -> int:
-        """Return the first span in which an update can run that may begin when the stage is reached."""
-
-
-def host_update_windows(
-    problem: Problem, grid: SpanGrid, subgroup: Subgroup, *, unit_seconds: float, window: int | None = None
-) -> HostUpdateWindows:
-    """Return the windows of one subgroup's update on the host.
-
-    The problem's routes count time in `unit_seconds`, its trace in seconds. window: spans that each copy may choose from; None
-    for all spans in which it could run.
-    """
-    trace, start, stages, host = problem.trace, host_start(problem.trace, subgroup), problem.stage_count, problem.route("host")
-    begin, user = grid.update_begin(start), next_user_stage(trace, start)
-    # The update ends before the next user code.
-    border = None if user is None else max(begin + 1, grid.start_of(user))
-
-    def left(block: Block) -> int:
-        # A segment frees nothing that its own stages use.
-        return grid.end_of(_last_before(block, subgroup, stages)) + (not grid.at_instants)
-
-    def coming_in(left: int, back: int) -> tuple[int, int, range]:
-        return max(begin, left if window is None else back - window), back, range(left + grid.at_instants, back)
-
-    copies_in = _copies(
-        parameters(trace, subgroup),
-        host.inward,
-        lambda block: (left(block), grid.start_of(_next_after(block, subgroup, stages))),
-        coming_in,
-    )
-    needed = max(begin + 1, max(copy.last for copy in copies_in))
-    last = needed if border is None else min(needed, border)
-
-    def going_out(left: int, gone: int) -> tuple[int, int, range]:
-        end = last if window is None else left + window
-        end = end if border is None else min(end, border)
-        return left, max(left + 1, end), range(left + 1, gone + 1)
-
-    copies_out = _copies(
-        gradients(trace, subgroup), host.outward, lambda block: (left(block), grid.end_of(block.last_stage)), going_out
-    )
-    host_seconds = (subgroup.host_seconds or 0.0) / unit_seconds
-    return HostUpdateWindows(
-        name=str(subgroup.id),
-        span=grid.span_of(subgroup.stage),
-        device_seconds=subgroup.device_seconds / unit_seconds,
-        host_seconds=host_seconds,
-        held_bytes=total_bytes(states(trace, subgroup)),
-        host_bytes=host_bytes(trace, subgroup),
-        first=begin,
-        last=last,
-        gradients=copies_out,
-        parameters=copies_in,
-        chains=_chains(begin, host_seconds, copies_out, copies_in, border),
-        at_instants=grid.at_instants,
-        idle=range(grid.start_of(subgroup.stage), grid.end_of(subgroup.stage) + 1) if grid.at_instants else range(0),
-        idle_bytes=trace.stages[subgroup.stage].workspace_bytes if grid.at_instants else 0,
-    )
-
-
-def _copies(
-    blocks: Iterable[Block],
-    link: Link,
-    idle: Callable[[Block], tuple[int, int]],
-    spans: Callable[[int, int], tuple[int, int, range]],
-) -> tuple[UpdateCopy, ...]:
-    """The copies of the blocks over the link: one for blocks that are `idle` in the same spans.
-
-    idle: the first span in which the block can be away, and where that ends. spans: `first`, `last` and `absent` by these two.
-    """
-    groups: dict[tuple[int, int], list[Block]] = defaultdict(list)
-    for block in blocks:
-        groups[idle(block)].append(block)
-    copies = []
-    for ends, members in groups.items():
-        first, last, absent = spans(*ends)
-        seconds = sum(link.seconds(block.size_bytes) for block in members)
-        copies.append(UpdateCopy(first=first, last=last, absent=absent, size_bytes=total_bytes(members), seconds=seconds))
-    return tuple(copies)
-
-
-def _chains(
-    begin: int, host_seconds: float, copies_out: Sequence[UpdateCopy], copies_in: Sequence[UpdateCopy], border: int | None
-) -> tuple[UpdateChain, ...]:
-    """What must follow one another, from the first span to the last.
-
-    One chain: the gradients that can leave last, the update (from span `begin` on), and the parameters that are needed first.
-    Another one, if user code follows at span `border`: the gradients and the update must end before it.
-    """
-    first, before = max([(copy.first, copy.seconds) for copy in copies_out], default=(begin, 0.0))
-    last, after = min((copy.last, -copy.seconds) for copy in copies_in)
-    if first < begin:
-        first, before = begin, 0.0
-    whole = UpdateChain(spans=range(first, last), seconds=before + host_seconds - after)
-    if border is None:
-        return (whole,)
-    return whole, UpdateChain(spans=range(first, border), seconds=before + host_seconds)
-
-
-def _last_before(block: Block, subgroup: Subgroup, stages: int) -> int:
-    """The block's last use before the update's stage; negative for one in the iteration before."""
-    earlier = [use for use in block.uses if use < subgroup.stage]
-    return earlier[-1] if earlier else block.uses[-1] - stages
-
-
-def _next_after(block: Block, subgroup: Subgroup, stages: int) -> int:
-    """The block's first use after the update's stage; numbered on for one in the next iteration."""
-    later = [use for use in block.uses if use > subgroup.stage]
-    return later[0] if later else block.uses[0] + stages
 
 
 @dataclass(slots=True, kw_only=True)

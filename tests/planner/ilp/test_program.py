@@ -23,7 +23,7 @@ from planner.schema import SolverReport, WaitingTier
 from ...thoroughness import by_profile
 from ..exhaustive import best_seconds, placements, small_problem, small_training
 from ..strategies import problems, training_problems
-from ..traces import Entry, block, hardware, layers, microbatches, staged, trace, transformer_trace
+from ..traces import Entry, block, hardware, layers, microbatches, staged, subgroup, trace, trained, transformer_trace
 
 EXACT = SolverSettings(gap=0.0, threads=1)
 FULL = Resolution(max_segments=64, window=64)
@@ -222,6 +222,24 @@ def test_segments_cover_all_stages_and_a_block_is_idle_at_the_peaks_within_its_p
         idle = range(grid.end_of(period.after) + 1, grid.start_of(period.before))
         peaks = [segments[k % len(segments)].peak + k // len(segments) * stages for k in range(2 * len(segments))]
         assert list(idle) == [k for k, peak in enumerate(peaks) if period.after < peak < period.before]
+
+
+def test_like_subgroups_are_one_class_that_gives_what_each_apart_gives() -> None:
+    """Nine updates in three segments. What they move and the host computes takes longer than the rest, so that not all pay."""
+    count = 9
+    blocks = [each for i in range(count) for each in trained((4, 4, 16), [0, 1], 1, 2 + i)]
+    updates = [subgroup(2 + i, range(3 * i, 3 * i + 3), host=1.5) for i in range(count)]
+    made = trace(staged("fb" + "o" * count, 2.0), blocks, hardware(host=True, rate=10.0), subgroups=updates)
+    problem = Problem.of(made, Budgets(device_bytes=120, host_bytes=210))
+
+    def program(apart: bool) -> CoarseProgram:
+        coarse = Resolution(max_segments=4, window=4)
+        return coarse_program(problem, coarse, made.subgroups, write_weight=0.0, apart=apart)
+
+    each, together = (solve(program(apart), relaxed=True, vertex=True, settings=EXACT) for apart in (True, False))
+    assert len(program(False).model.updates) < len(program(True).model.updates) == count
+    assert together.report.bound_seconds == pytest.approx(each.report.bound_seconds)
+    assert len(together.on_host) == len(each.on_host)
 
 
 @pytest.mark.parametrize("most", [12, 24])
