@@ -67,6 +67,7 @@ _LONG = replace(
 _VERY_LONG = replace(
     _LONG,
     close=1.01,  # programs take long, and find little that is better within this factor
+    all_leads=(1.0,),  # others gain nothing there, and each is replayed for a quarter of a second
     groups_first=False,  # so does the program for re-runs: it is left out where a plan without them is close
     close_alone=1.01,
 )
