@@ -29,6 +29,7 @@ from benchmarks import (
     lengths,
     optimizer,
     planner,
+    planner_chains,
     planner_policies,
     planner_recompute,
     rank_optimizer,
@@ -91,6 +92,7 @@ def parts(scale: Scale, selection: Selection, emulation: Emulation) -> dict[str,
         "planner_policies": lambda: planner_policies.measure(selection),
         "planner_bound": lambda: planner_policies.measure_best(selection),
         "planner_recompute": lambda: planner_recompute.measure(scale),
+        "planner_chains": lambda: planner_chains.measure(scale),
         "emulated": lambda: emulated.measure(emulation),
     }
 

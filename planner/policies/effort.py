@@ -64,6 +64,7 @@ _LONG = replace(
     refined_drafts=False,
     groups_first=True,
 )
+_RATHER_LONG = replace(_LONG, breadth=_SHORT.breadth)  # a replay takes some twenty milliseconds
 _VERY_LONG = replace(
     _LONG,
     close=1.01,  # programs take long, and find little that is better within this factor
@@ -77,7 +78,7 @@ _LONGEST = replace(
     around_user_code=0,  # many replays, each of half a second, for less than a thousandth
 )
 # The most stages of each kind of iteration.
-_BY_STAGES = ((32, _SHORTEST), (MAX_INTEGER_STAGES, _SHORT), (500, _LONG), (MANY_STAGES, _VERY_LONG))
+_BY_STAGES = ((32, _SHORTEST), (MAX_INTEGER_STAGES, _SHORT), (200, _RATHER_LONG), (500, _LONG), (MANY_STAGES, _VERY_LONG))
 
 
 def effort_of(stages: int) -> Effort:
