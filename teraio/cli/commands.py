@@ -28,7 +28,7 @@ from teraio.cli.lengths import histogram, lengths_facts, lengths_of_plan, length
 from teraio.cli.machine_commands import advise, capture, doctor
 from teraio.cli.output import Data, data_of, show_or_print, working, write_file, write_out
 from teraio.cli.plan_summary import Progress, plan_page, replay_page, summarise_plan, summarise_replay, sweep_budgets, sweep_page
-from teraio.cli.report.content import chrome_trace, draw, report_of
+from teraio.cli.report.content import chrome_trace, draw, report_of, require_matplotlib
 from teraio.cli.report.page import html_page
 from teraio.cli.trace_summary import summarise_trace, trace_page
 from teraio.options import require_directory
@@ -183,6 +183,8 @@ def report(
     for option, path in outputs.items():
         if path is not None:
             require_directory(option, path.parent)
+    if png is not None:
+        require_matplotlib()
     needed = points and (as_json or output is not None)
     with working("reading plan and trace") as progress:
         decided, loaded = planner.Plan.load(plan), planner.Trace.load(trace)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import planner
@@ -308,14 +309,20 @@ def _flow(number: int, source: tuple[int, Data], target: tuple[int, Data]) -> li
     return [{**told, "ph": "s", "tid": tid, "ts": begin}, {**told, "ph": "f", "bp": "e", "tid": to, "ts": end}]
 
 
-def draw(facts: Data, path: str | os.PathLike[str]) -> None:
-    """Write a picture of the memory without and with the plan, and of the lanes. Raises OptionsError without matplotlib."""
+def require_matplotlib() -> None:
+    """Raises OptionsError if no picture can be drawn."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
+        import_module("matplotlib.figure")
     except ImportError as error:
         raise OptionsError(f"option --png needs matplotlib ({error}); pip install matplotlib") from error
+
+
+def draw(facts: Data, path: str | os.PathLike[str]) -> None:
+    """Write a picture of the memory without and with the plan, and of the lanes. Needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     rows = facts["timeline"]
     figure = Figure(figsize=(12, 9), layout="constrained")
     FigureCanvasAgg(figure)

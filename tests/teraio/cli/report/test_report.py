@@ -237,12 +237,14 @@ def test_a_picture(chain: Path, report: Report, tmp_path: Path) -> None:
         (["--trace", str(CHAIN_FILE)], "found no place to write to"),
         (["--trace", str(CHAIN_FILE), "-o", "nowhere/a.html"], "there is no directory nowhere"),
         (["-o", "{folder}/a.html"], "--trace"),
-        (["--trace", str(CHAIN_FILE), "--png", "{folder}/a.png"], "--png needs matplotlib"),
+        (["--trace", str(CHAIN_FILE), "-o", "{folder}/a.html", "--png", "{folder}/a.png"], "--png needs matplotlib"),
     ],
 )
 def test_what_cannot_be_reported(
     arguments: list[object], message: str, chain: Path, run: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before anything is planned or written."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     refused = run("report", chain, *(str(argument).format(folder=chain.parent) for argument in arguments))
     assert refused.code != 0 and message in refused.err
+    assert list(chain.parent.iterdir()) == [chain]
