@@ -313,7 +313,7 @@ def _flow(number: int, source: tuple[int, Data], target: tuple[int, Data]) -> li
 def require_matplotlib() -> None:
     """Raises OptionsError if no picture can be drawn."""
     try:
-        import_module("matplotlib.figure")
+        import_module("matplotlib")
     except ImportError as error:
         raise OptionsError(f"option --png needs matplotlib ({error}); pip install matplotlib") from error
 
