@@ -266,7 +266,8 @@ class ExpertOptions:
     RankError, which names it. Only for several processes that torchrun has started."""
 
     solver_time_limit: Seconds = 120.0
-    """Seconds of processor time that planning may take, in the background. After that, the best plan found so far is used."""
+    """Seconds of processor time that planning may take, in the background. After that, the best plan found so far is used;
+    its lower bound may take up to 10 more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

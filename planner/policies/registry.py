@@ -72,9 +72,10 @@ def plan(
 
     Waits for the result: for at most `time_limit_seconds` of processor time, and some seconds more where stages are many, since
     the step that it is in then ends first. The plan is then the best so far, a greedy one at least, and `plan.solver.status`
-    says "time limit". Mostly searches end before. What ends them is counted, so that a busy machine makes the same plans. Where
-    passes of a long iteration repeat, one of them is planned: [Note: iterations that repeat] in `planner.problem.repeats`; the
-    plans of this pass are compared with those of the HEURISTICS then, that of the whole iteration is not.
+    says "time limit". Its lower bound may take up to 10 s of processor time more. Mostly searches end before. What ends them is
+    counted, so that a busy machine makes the same plans. Where passes of a long iteration repeat, one of them is planned:
+    [Note: iterations that repeat] in `planner.problem.repeats`; the plans of this pass are compared with those of the HEURISTICS
+    then, that of the whole iteration is not.
 
     Raises BudgetError (the budget is below what one stage needs, or with keep-all below everything), InfeasiblePlanError (the
     lower tiers are too small), UnsupportedError (`"host-updates"` and `"stride-2"`: nothing can update on the host),

@@ -35,7 +35,10 @@ def _of_solver(told: str) -> Any:
 
 TimeLimit = Annotated[
     float,
-    _of_solver("Seconds of processor time for each plan. After that, the best plan so far counts, whose status is 'time limit'."),
+    _of_solver(
+        "Seconds of processor time for each plan. After that, the best plan so far counts, whose status is 'time limit'; "
+        "its lower bound may take up to 10 more."
+    ),
 ]
 Threads = Annotated[int, _of_solver("Threads that the solver may use. More threads than free cores do not help.")]
 WriteWeight = Annotated[

@@ -27,8 +27,8 @@ from teraio.cli.arguments import AsJson, Device, Host, PlanFile, Policy, Rows, S
 from teraio.cli.lengths import histogram, lengths_facts, lengths_of_plan, lengths_table
 from teraio.cli.machine_commands import advise, capture, doctor
 from teraio.cli.output import Data, data_of, show_or_print, working, write_file, write_out
-from teraio.cli.plan_summary import plan_page, replay_page, summarise_plan, summarise_replay, sweep_budgets, sweep_page
-from teraio.cli.report.content import chrome_trace, draw, report_of
+from teraio.cli.plan_summary import Progress, plan_page, replay_page, summarise_plan, summarise_replay, sweep_budgets, sweep_page
+from teraio.cli.report.content import chrome_trace, draw, report_of, require_matplotlib
 from teraio.cli.report.page import html_page
 from teraio.cli.trace_summary import summarise_trace, trace_page
 from teraio.options import require_directory
@@ -66,16 +66,18 @@ def plan(
     budgets = arguments.budgets(arguments.size("--device", device), host, storage)
     if output is not None:
         require_directory("--output", output.parent)
-    loaded = planner.Trace.load(trace)
-    for length in counts or ():
-        loaded.at(length)  # before time goes into the plan
-    with working("planning"):
+    with working("reading the trace") as progress:
+        loaded = planner.Trace.load(trace)
+        for length in counts or ():
+            loaded.at(length)  # before time goes into the plan
+        progress("planning")
         made = planner.plan(loaded, budgets, policy=policy, **asdict(settings))
         made = planner.with_shorter(made, loaded, counts)
-    if output is not None:
-        write_file(output, made.text())
-    by_length = lengths_of_plan(made, loaded, counts)
-    page = [*plan_page(summarise_plan(made, loaded), rows), *lengths_facts(by_length), lengths_table(by_length)]
+        if output is not None:
+            write_file(output, made.text())
+        progress("replaying the plan")
+        by_length = lengths_of_plan(made, loaded, counts)
+        page = [*plan_page(summarise_plan(made, loaded), rows), *lengths_facts(by_length), lengths_table(by_length)]
     show_or_print(data_of(made), page, as_json=as_json)
 
 
@@ -181,15 +183,21 @@ def report(
     for option, path in outputs.items():
         if path is not None:
             require_directory(option, path.parent)
-    decided, loaded = planner.Plan.load(plan), planner.Trace.load(trace)
-    needed = points and (as_json or output is not None)
-    made = report_of(decided, loaded, sweep=_sweep(decided, loaded, points, settings) if needed else None)
-    if output is not None:
-        write_file(output, html_page(made))
-    if perfetto is not None:
-        write_file(perfetto, json.dumps(chrome_trace(made["facts"])))
     if png is not None:
-        draw(made["facts"], png)
+        require_matplotlib()
+    needed = points and (as_json or output is not None)
+    with working("reading plan and trace") as progress:
+        decided, loaded = planner.Plan.load(plan), planner.Trace.load(trace)
+        sweep = _sweep(decided, loaded, points, settings, progress) if needed else None
+        progress("replaying the plan")
+        made = report_of(decided, loaded, sweep=sweep)
+        progress("writing")
+        if output is not None:
+            write_file(output, html_page(made))
+        if perfetto is not None:
+            write_file(perfetto, json.dumps(chrome_trace(made["facts"])))
+        if png is not None:
+            draw(made["facts"], png)
     if as_json:
         write_out(json.dumps(made, indent=1))
     for path in outputs.values():
@@ -197,16 +205,14 @@ def report(
             write_out(f"written: {path}")
 
 
-def _sweep(plan: planner.Plan, trace: planner.Trace, points: int, settings: SolverSettings) -> Data:
+def _sweep(plan: planner.Plan, trace: planner.Trace, points: int, settings: SolverSettings, progress: Progress) -> Data:
     """Plan for budgets from the smallest that works to all that is needed. They are close where memory is scarce."""
     lowest, highest = planner.floor(trace)[0], max(*live_bytes(trace), plan.budgets.device_bytes)
     ratio = highest / max(lowest, 1)
     sizes = {round(lowest * ratio ** (number / max(points - 1, 1))) for number in range(points)}
     policy = plan.policy if plan.policy in POLICIES else "ilp"
-    with working("planning") as progress:
-        return sweep_budgets(
-            trace, sorted(sizes | {plan.budgets.device_bytes}), plan.budgets, policy, settings=settings, progress=progress
-        )
+    sizes.add(plan.budgets.device_bytes)
+    return sweep_budgets(trace, sorted(sizes), plan.budgets, policy, settings=settings, progress=progress)
 
 
 def schema(kind: Annotated[FileKind, typer.Argument(help="The file format.")]) -> None:

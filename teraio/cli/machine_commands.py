@@ -175,7 +175,7 @@ def _geometry_page(advice: Data) -> Page:
         "fits": _fits,
         ">a step": "predicted.iteration_seconds",
         ">without waiting": "ideal_seconds",
-        **output.rate_columns({**best["work"], "flops": None}),
+        **output.rate_columns(best["work"]),
         ">smallest device budget": "floor_bytes",
         ">with updates in slices": _sliced_floor,
         ">peak if nothing moves": "peak_bytes",

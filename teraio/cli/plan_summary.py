@@ -412,7 +412,7 @@ def sweep_budgets(
     points: list[Data] = []
     best: planner.Plan | None = None
     for number, size in enumerate(sorted(device_bytes), 1):
-        progress(f"planning for {size:,} bytes, {number} of {len(device_bytes)}")
+        progress(f"planning for {exact_bytes(size)}, {number} of {len(device_bytes)}")
         tried = budgets.model_copy(update={"device_bytes": size})
         made, _, reason = planned(trace, tried, settings, policy=policy, incumbents=[best] if best else [])
         planned_for = made and made.budgets.device_bytes

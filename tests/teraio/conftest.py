@@ -60,7 +60,7 @@ class Result(NamedTuple):
 
     @property
     def json(self) -> Any:
-        assert not re.sub(r"^\w+ \.\.\.\n", "", self.err), "but for what is told where a machine is slow"
+        assert not re.sub(r"(?m)^.+ \.\.\.\n", "", self.err), "but for what is told where a machine is slow"
         return json.loads(self.out)
 
 

@@ -49,10 +49,10 @@ function ticks(from, to, count) {
   return found;
 }
 
-// The same for sizes: round in the unit in which they are written.
-function sizeTicks(to, count) {
-  const unit = [2 ** 40, 2 ** 30, 2 ** 20, 2 ** 10, 1].find((each) => to >= each) || 1;
-  return ticks(0, to / unit, count).map((value) => value * unit).filter((size) => size > 0);
+// Sizes for an axis, round in whatever unit they are written: three to six multiples of a power of two.
+function sizeTicks(to) {
+  const step = Math.max(2 ** Math.ceil(Math.log2(to / 6)), 1);
+  return Array.from({ length: Math.floor(to / step) }, (_, index) => (index + 1) * step);
 }
 
 // The longest name that there is room for (the shortest is the last), or the begin of that.
@@ -295,7 +295,7 @@ class Link extends Chart {
 
 // The blocks that make up what a tier holds at a time, the largest first.
 function holders(rows, time) {
-  const held = rows.held.filter(([, from, to]) => from <= time && time < to).map(([block]) => block);
+  const held = rows.held.filter(([, from, to]) => from <= time && (to === null || time < to)).map(([block]) => block);
   return held.sort((one, other) => blocks[other].size_bytes - blocks[one].size_bytes);
 }
 
@@ -362,7 +362,7 @@ class Memory extends Chart {
       });
       if (top.length) svg("path", { class: kind, d: `M${top.join("L")}L${bottom.reverse().join("L")}z` }, this.svg);
     });
-    this.axis(sizeTicks(this.top, 4).map((size) => [size / this.top, bytes(size)]));
+    this.axis(sizeTicks(this.top).map((size) => [size / this.top, bytes(size)]));
     svg("text", { x: this.width - 6, y: 14, "text-anchor": "end" }, this.svg).textContent = `peak ${bytes(this.most)}`;
     if (this.budget === null) return;
     const line = this.y(this.budget);
@@ -421,7 +421,7 @@ class Life {
     Object.entries(this.tiers).forEach(([tier, rows], row) => {
       const y = 2 + 18 * row;
       for (const [, from, to] of rows.held.filter(([held]) => held === choice.block))
-        svg("rect", { class: block.kind, x: x(from), y, width: Math.max(x(to) - x(from), 0.6), height: 14 }, this.svg);
+        svg("rect", { class: block.kind, x: x(from), y, width: Math.max(x(to ?? rows.seconds) - x(from), 0.6), height: 14 }, this.svg);
       svg("text", { x: 4, y: y + 11 }, this.svg).textContent = tier;
     });
     const uses = block.uses.map((number) => timeline.stages[number]).filter((stage) => stage.end >= view.from && stage.start <= view.to);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import planner
@@ -203,14 +204,15 @@ def _why(move: Data) -> str:
 def _memory(timeline: Timeline, tier: Tier, trace: Trace, sources: Sequence[int]) -> Data:
     """Return what a tier holds over time. sources: the block of the trace by the number that the timeline gives it.
 
-    `points`: a time, and the bytes of each of `kinds` from then on. `held`: a block, and from when to when it takes room.
+    `points`: a time, and the bytes of each of `kinds` from then on. `held`: a block, and from when to when it takes room; None if
+    it still does when the iteration ends.
     """
     changes = [(seconds, block, size) for seconds, where, block, size in timeline.memory if where == tier]
     of = [trace.blocks[source].kind for source in sources]
     named = [(seconds, "workspace" if block is None else of[block], size) for seconds, block, size in changes]
     present = {kind for _, kind, _ in named}
     kinds = [kind for kind in KINDS if kind in present]
-    held: list[list[float]] = []
+    held: list[list[float | None]] = []
     since: dict[int, float] = {}
     for seconds, block, size in changes:
         if block is None:
@@ -219,7 +221,7 @@ def _memory(timeline: Timeline, tier: Tier, trace: Trace, sources: Sequence[int]
             since[block] = seconds
         else:
             held.append([sources[block], since.pop(block), seconds])
-    held += [[sources[block], began, timeline.iteration_seconds] for block, began in since.items()]
+    held += [[sources[block], began, None] for block, began in since.items()]
     return {"kinds": kinds, "seconds": timeline.iteration_seconds, "points": list(_points(named, kinds)), "held": held}
 
 
@@ -308,14 +310,20 @@ def _flow(number: int, source: tuple[int, Data], target: tuple[int, Data]) -> li
     return [{**told, "ph": "s", "tid": tid, "ts": begin}, {**told, "ph": "f", "bp": "e", "tid": to, "ts": end}]
 
 
-def draw(facts: Data, path: str | os.PathLike[str]) -> None:
-    """Write a picture of the memory without and with the plan, and of the lanes. Raises OptionsError without matplotlib."""
+def require_matplotlib() -> None:
+    """Raises OptionsError if no picture can be drawn."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
+        import_module("matplotlib")
     except ImportError as error:
         raise OptionsError(f"option --png needs matplotlib ({error}); pip install matplotlib") from error
+
+
+def draw(facts: Data, path: str | os.PathLike[str]) -> None:
+    """Write a picture of the memory without and with the plan, and of the lanes. Needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     rows = facts["timeline"]
     figure = Figure(figsize=(12, 9), layout="constrained")
     FigureCanvasAgg(figure)

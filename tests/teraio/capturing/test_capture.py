@@ -31,6 +31,7 @@ from . import trainings
 from .trainings import loss_of, tokens, training, transformer, two_layers
 
 MIB = 1 << 20
+ONE_BYTE = Kernel(flops=0.0, dtype=torch.float32, touched_bytes=1)
 
 
 def shape(trace: planner.Trace) -> tuple[object, ...]:
@@ -176,6 +177,13 @@ def test_gradients_of_several_passes_add_up_where_they_are_made() -> None:
     assert 0 < adding == pytest.approx(thrice.ideal_seconds - once.ideal_seconds - 2 * passes)
 
 
+def test_code_that_only_asks_costs_nothing() -> None:
+    """Shapes, devices, marks of the profiler, and tensors that are made without data."""
+    machine = MachineDescription.load("h100").model_copy(update={"launch_seconds": 0.0, "operator_seconds": 0.0})
+    user = [stage.duration_seconds for stage in capture(trainings.only_asks, hardware=machine).stages if stage.phase == "user"]
+    assert user and sum(user) == pytest.approx(4 * machine.costs(ONE_BYTE)[1]), "the gradient of the loss, one number"
+
+
 def test_work_is_that_of_the_model_whatever_runs_again() -> None:
     """A forward pass, and twice that backward: products of a layer, and its attention over half of the places on average."""
     plain, *others = (
@@ -234,21 +242,41 @@ def fused(megabytes: float) -> Kernel:
     return Kernel(0.0, torch.bfloat16, int(megabytes * 1e6), "fused")
 
 
-def layer(tokens: int, width: int, narrow: int, hidden: int, attention: float) -> list[Kernel]:
-    """The kernels of the forward pass of a Llama's layer. attention: its operations, causal."""
+def layer(tokens: int, width: int, narrow: int, hidden: int, attention: float) -> tuple[list[Kernel], list[Kernel]]:
+    """The kernels of a Llama's layer, forward and backward. attention: operations of its forward pass, causal."""
     shapes = [(width, width)] * 2 + [(width, narrow)] * 2 + [(width, hidden)] * 2 + [(hidden, width)]
     state, inner, kept = tokens * width * 2e-6, tokens * hidden * 2e-6, tokens * narrow * 2e-6
     forward = [product(tokens, wide, deep) for deep, wide in shapes]
     forward += [fused(size) for size in (2 * state, 2 * kept, 4 * state, 4 * state, 2 * state, 3 * inner)]
     forward.append(Kernel(attention, torch.bfloat16, int(2.5e6 * state), "attention"))
-    return forward
+    backward = [product(tokens, deep, wide) for deep, wide in shapes] + [product(wide, deep, tokens) for deep, wide in shapes]
+    backward += [fused(size) for size in (5 * inner, 5 * state, 6 * state, 2.5 * state, 7 * kept)]
+    backward.append(Kernel(2.5 * attention, torch.bfloat16, int(5e6 * state), "attention backward"))
+    return forward, backward
+
+
+@pytest.mark.parametrize(
+    ("kernels", "published", "converted_bytes"),
+    [
+        (layer(8192, 4096, 1024, 14336, 77.3e9), (17.05e-3, 35.75e-3), 0),  # Llama-3-8B, 8 x 1,024 tokens
+        (layer(2048, 2048, 512, 7168, 5.37e9), (1.239e-3, 2.747e-3), 6 * 54_525_952),  # 4 x 512 tokens; gradients become fp32
+    ],
+)
+def test_layers_take_the_time_published_of_an_rtx_5090(
+    kernels: tuple[list[Kernel], list[Kernel]], published: tuple[float, float], converted_bytes: int
+) -> None:
+    """By shadowspill, task by task. The machine was set by the first row."""
+    machine = MachineDescription.load("rtx5090")
+    forward, backward = (machine.stage_seconds(each) for each in kernels)
+    estimated = (forward, backward + converted_bytes * machine.costs(ONE_BYTE)[1])
+    assert estimated == pytest.approx(published, rel=0.03)
 
 
 @pytest.mark.parametrize(
     ("trace", "kernels", "layers"),
     [
-        ("llama-3-8b-h100", layer(8192, 4096, 1024, 14336, 146.0e9), 1),
-        ("llama-3.2-1b-h100", layer(8192, 2048, 512, 8192, 73.0e9), 2),  # some stages are disturbed: the shortest count
+        ("llama-3-8b-h100", layer(8192, 4096, 1024, 14336, 146.0e9)[0], 1),
+        ("llama-3.2-1b-h100", layer(8192, 2048, 512, 8192, 73.0e9)[0], 2),  # some stages are disturbed: the shortest count
     ],
 )
 def test_forward_layers_take_the_time_that_an_h100_was_measured_with(trace: str, kernels: list[Kernel], layers: int) -> None:

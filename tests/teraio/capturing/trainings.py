@@ -88,6 +88,20 @@ def on_gpu_as(what: str) -> Callable[[], object]:
     return stepping(passes, torch.optim.AdamW(layer.parameters()))
 
 
+def only_asks() -> Callable[[], object]:
+    """Its own code reads and makes no data."""
+    layer, hidden = nn.Linear(1024, 1024, bias=False, device="cuda"), torch.zeros(64, 1024, device="cuda")
+    run = torch.compile(lambda hidden: layer(hidden).sum(), backend="teraio")
+
+    def passes() -> None:
+        with torch.profiler.record_function("step"):
+            loss = run(hidden)
+        assert loss.device.type == hidden.t().detach().device.type and torch.empty_like(hidden).shape == hidden.shape
+        loss.backward()
+
+    return stepping(passes, torch.optim.AdamW(layer.parameters(), fused=True))
+
+
 def needs_a_driver() -> Callable[[], object]:
     model = torch.compile(nn.Linear(4, 4, device="cuda"), backend="teraio")
 

@@ -144,7 +144,7 @@ def of_sizes(lowest: int = 2, highest: int = 8) -> planner.Trace:
     sizes = tuple(Polynomial(id=number, coefficients=(0.0, 20 * MIB / highest)) for number in (2, 3))
     seconds = tuple(Polynomial(id=number, coefficients=(0.0, 1 / highest)) for number in range(4))
     return made.rebuilt(
-        work=Work(tokens=1000 * highest, samples=highest),
+        work=Work(tokens=1000 * highest, samples=highest, flops=1e12 * highest, peak_flops_per_second=1e13),
         lengths=Lengths(lowest=(lowest,), highest=(highest,), block_bytes=sizes, stage_seconds=seconds),
     )
 
@@ -174,6 +174,7 @@ def test_the_command_finds_the_geometry(run: RunCommand, tmp_path: Path) -> None
     shown = run("advise", *files, *budget, "--tokens-per-step", 8000, "--plans", plans)
     assert shown.code == 0, shown.err
     assert re.search(r"^8 x 1,000 tokens, layer by layer  +yes ", shown.out, re.MULTILINE)
+    assert re.search(r"^passes x microbatch .* TFLOP/s +MFU +smallest ", shown.out, re.MULTILINE)
     assert "the training loop must do that; predicted only" in " ".join(shown.out.split())
     name = "4-x-2000-tokens-layer-by-layer"
     planner.simulate(planner.Trace.load(plans / f"{name}.trace.json"), planner.Plan.load(plans / f"{name}.plan.json"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 import planner
 import teraio
 from planner import Budgets, Plan, Trace, plan
-from teraio.cli import output
+from teraio.cli import commands, output
 
 from ..conftest import Result, RunCommand
 from ..traces import CHAIN_FILE, TRACES, edited, fact, file_of, has_line, planned
@@ -114,6 +116,26 @@ def test_rates_stand_beside_every_time_of_an_iteration(run: RunCommand, tmp_path
     assert asked["twice the batch"]["work"] == {**WORK, "tokens": 24_000, "samples": 6, "flops": 6e15}
     assert run("report", made, "--trace", traced, "--points", 0, "-o", page).code == 0
     assert '<dt>tokens/s</dt><dd>2,000</dd><dd class="faint">0.50 samples/s, 500 TFLOP/s, 50.0% MFU</dd>' in page.read_text()
+
+
+def test_every_step_that_may_take_long_has_its_line(run: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    @contextlib.contextmanager
+    def noting(what: str) -> Iterator[Callable[[str], None]]:
+        said.append(what)
+        yield said.append
+
+    monkeypatch.setattr(commands, "working", noting)
+    made, page = tmp_path / "plan.json", tmp_path / "page.html"
+    assert run("plan", CHAIN_FILE, "--device", 20, "-o", made).code == 0
+    assert said == ["reading the trace", "planning", "replaying the plan"]
+    said.clear()
+    assert run("report", made, "--trace", CHAIN_FILE, "--points", 0, "-o", page).code == 0
+    assert said == ["reading plan and trace", "replaying the plan", "writing"]
+    said.clear()
+    assert run("sweep", CHAIN_FILE, "--device", "20MiB:40MiB:2").code == 0
+    assert said[1:] == ["planning for 20.0 MiB (20,971,520 bytes), 1 of 2", "planning for 40.0 MiB (41,943,040 bytes), 2 of 2"]
 
 
 # -- schema, help, version

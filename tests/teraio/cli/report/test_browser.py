@@ -97,6 +97,17 @@ def test_charts_are_drawn_and_nothing_is_wider_than_the_screen(name: str, size: 
         assert page.locator("#sweep-chart .gap").count() >= 1 and page.locator("#sweep-chart .dot").count() == 3
 
 
+def test_memory_has_an_axis_and_blocks_up_to_its_last_point(opened: Any, pages: dict[str, Path]) -> None:
+    page = opened(pages["large"], "desktop")
+    lane = page.locator("#memory-charts .lane").first
+    sizes = [text for text in lane.locator("svg text").all_text_contents() if text[0].isdigit()]
+    assert len(sizes) >= 3
+    lane.focus()
+    page.keyboard.press("End")
+    told = page.locator("#details").inner_text()
+    assert "blocks: " in told and "blocks: 0" not in told
+
+
 @pytest.mark.parametrize("name", ["copies", "large"])
 def test_the_keyboard_chooses_and_zooms(name: str, opened: Any, pages: dict[str, Path]) -> None:
     page = opened(pages[name], "desktop")

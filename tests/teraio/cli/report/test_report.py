@@ -113,11 +113,11 @@ def test_blocks_and_workspace_make_up_the_memory_at_every_moment(
     facts = facts_of(report, planned(tmp_path, name, device_bytes), file_of(name))
     rows, blocks = facts["timeline"], facts["blocks"]
     for memory in (rows["memory"], rows["unplanned"], *rows["below"].values()):
-        assert all(began <= ended for _, began, ended in memory["held"])
-        for seconds, *sizes in memory["points"][:-1]:
+        assert all(ended is None or began <= ended for _, began, ended in memory["held"])
+        for seconds, *sizes in memory["points"]:
             made_up: Counter[str] = Counter()
             for block, began, ended in memory["held"]:
-                if began <= seconds < ended:
+                if began <= seconds and (ended is None or seconds < ended):
                     made_up[blocks[block]["kind"]] += blocks[block]["size_bytes"]
             told = dict(zip(memory["kinds"], sizes, strict=True))
             assert all(told[kind] == made_up[kind] for kind in told if kind != "workspace"), seconds
@@ -237,12 +237,14 @@ def test_a_picture(chain: Path, report: Report, tmp_path: Path) -> None:
         (["--trace", str(CHAIN_FILE)], "found no place to write to"),
         (["--trace", str(CHAIN_FILE), "-o", "nowhere/a.html"], "there is no directory nowhere"),
         (["-o", "{folder}/a.html"], "--trace"),
-        (["--trace", str(CHAIN_FILE), "--png", "{folder}/a.png"], "--png needs matplotlib"),
+        (["--trace", str(CHAIN_FILE), "-o", "{folder}/a.html", "--png", "{folder}/a.png"], "--png needs matplotlib"),
     ],
 )
 def test_what_cannot_be_reported(
     arguments: list[object], message: str, chain: Path, run: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before anything is planned or written."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     refused = run("report", chain, *(str(argument).format(folder=chain.parent) for argument in arguments))
     assert refused.code != 0 and message in refused.err
+    assert list(chain.parent.iterdir()) == [chain]
