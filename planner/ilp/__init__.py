@@ -6,6 +6,7 @@ from planner.ilp.coarse import (
     CoarseSolution,
     coarse_solutions,
     in_order_of_need,
+    large_periods,
     rerun_shares,
     room_bytes,
 )

@@ -111,10 +111,15 @@ def room_bytes(problem: Problem) -> int:
     The program divides blocks, so its solutions fill the device; where blocks are large, no whole one then finds room to come in.
     0 where that block is a small share of the budget, and for short iterations, whose integer program has whole blocks.
     """
+    return max((problem.periods[index].size_bytes for index in large_periods(problem)), default=0)
+
+
+def large_periods(problem: Problem) -> list[int]:
+    """Return the periods of blocks that are a large share of the budget; none in short iterations, see `room_bytes`."""
     if problem.stage_count <= MAX_INTEGER_STAGES:
-        return 0
-    largest = max((period.size_bytes for period in problem.periods), default=0)
-    return largest if largest > _LARGE * problem.budgets.device_bytes else 0
+        return []
+    large = _LARGE * problem.budgets.device_bytes
+    return [index for index, period in enumerate(problem.periods) if period.size_bytes > large]
 
 
 def _refined(

@@ -27,6 +27,7 @@ class Effort:
     improvements: int = 6  # around user code, and by other tiers: more rounds find nothing
     all_leads: Sequence[float] = (3.0, 1.0, 0.0)  # in these, one plan is improved, so that all reserves are affordable
     around_user_code: int = 3  # the cheapest candidates that are improved around user code
+    large_blocks: int = 0  # the cheapest candidates in which large blocks leave or stay one by one
     update_sets: int = 8  # sets of updates on the host in place of the program's: each is planned anew
     worth_an_update_set: float = 0.999  # since each is planned anew, little gains do not pay
     worth_a_write: float = 1.01  # drives wear out: they are not written for less gain while host memory has room
@@ -64,7 +65,7 @@ _LONG = replace(
     refined_drafts=False,
     groups_first=True,
 )
-_RATHER_LONG = replace(_LONG, breadth=_SHORT.breadth)  # a replay takes some twenty milliseconds
+_RATHER_LONG = replace(_LONG, breadth=_SHORT.breadth, large_blocks=3)  # a replay takes some twenty milliseconds
 _VERY_LONG = replace(
     _LONG,
     close=1.01,  # programs take long, and find little that is better within this factor

@@ -8,7 +8,7 @@ from math import inf
 
 from planner.bound import lower_bound_seconds
 from planner.errors import InfeasiblePlanError
-from planner.ilp import CoarseSolution, coarse_solutions, in_order_of_need, room_bytes
+from planner.ilp import CoarseSolution, coarse_solutions, in_order_of_need, large_periods, room_bytes
 from planner.policies.effort import effort_of
 from planner.policies.predictions import with_predictions
 from planner.problem import (
@@ -190,6 +190,12 @@ def _around_user_code(search: _Search) -> list[ReplayedPlan]:
     return [around_user_code(each) for each in chosen]
 
 
+def _other_large_blocks(search: _Search) -> list[ReplayedPlan]:
+    if search.is_close():
+        return []
+    return [with_other_large_blocks(each) for each in search.cheapest[: search.effort.large_blocks]]
+
+
 def _other_tiers(search: _Search) -> list[ReplayedPlan]:
     if (search.task.draft and not search.effort.refined_drafts) or search.is_close():
         return []
@@ -209,7 +215,7 @@ def _other_blocks(search: _Search) -> list[ReplayedPlan]:
 
 
 # What is tried, in this order, beyond the coarse solutions.
-_STEPS = (_other_updates, _around_user_code, _other_tiers, _other_blocks)
+_STEPS = (_other_updates, _around_user_code, _other_large_blocks, _other_tiers, _other_blocks)
 
 
 def _starts(
@@ -262,7 +268,8 @@ def _planned(problem: Problem, settings: SolverSettings, on_host: Collection[int
         found = [each for start in starts for each in exact_candidates(*start, settings.write_weight)]
     except InfeasiblePlanError:
         return None
-    return min(found, key=lambda candidate: candidate.cost)
+    best = min(found, key=lambda candidate: candidate.cost)
+    return with_other_large_blocks(best) if effort_of(problem.stage_count).large_blocks else best
 
 
 def _together(reports: Sequence[SolverReport]) -> SolverReport:
@@ -388,6 +395,30 @@ def around_user_code(best: ReplayedPlan) -> ReplayedPlan:
         for lead in effort_of(best.problem.stage_count).all_leads:
             yield best.problem, schedule(best.problem, best.decisions, best.clock, lead=lead), best.lead
         yield from ((*each, best.lead) for each in user_code_proposals(best))
+
+    return _improved(best, variants)
+
+
+def with_other_large_blocks(best: ReplayedPlan) -> ReplayedPlan:
+    """Let one large block more leave or stay, as long as that makes the plan better. Room is then made by Belady's rule.
+
+    The relaxed program divides blocks, so that it says little about these.
+    """
+
+    def variants(best: ReplayedPlan) -> Iterator[Variant]:
+        problem = best.problem
+        for index in (each for each in large_periods(problem) if each not in problem.updated):
+            changed = {each: decision for each, decision in best.decisions.items() if each != index}
+            if index not in best.decisions:
+                period, tier = problem.periods[index], TierCapacity(problem, best.decisions).best(index)
+                if tier is None:
+                    continue
+                changed[index] = Decision(tier=tier, leave=period.after, start=period.before)
+            try:
+                filled = evict_furthest(problem, changed, early=True, spread=True)
+            except InfeasiblePlanError:
+                continue  # nothing else can leave
+            yield problem, schedule(problem, filled, best.clock, lead=best.lead), best.lead
 
     return _improved(best, variants)
 
