@@ -20,19 +20,19 @@ from planner.schema import SolverReport, Subgroup, WaitingTier
 
 # Longer iterations begin with the linear relaxation: a whole integer program often finds nothing within the limit.
 MAX_INTEGER_STAGES = 64
+MANY_STAGES = 900  # longer iterations get fewer classes of blocks, and no integer program: each would take ten seconds
+_FEW_CLASSES = 120
 
 # For one lower tier. With 64 segments, plans of long iterations are up to 3 % slower; with 250, they are no faster, and take
 # twice as long.
 _FINE = Resolution(max_segments=140, window=6)
 _SEVERAL_TIERS = Resolution(max_segments=64, window=4)  # here more segments gain little, and take much longer
 # To decide what updates on the host. A finer program often decides better, by up to 5 %, but takes 20 s where stages are many.
-_ROUGH = Resolution(max_segments=24, window=3, classes_at_peak=120)
-_LESS_ROUGH = Resolution(max_segments=96, window=4, classes_at_peak=120)  # for one lower tier and at most so many stages:
-_LESS_ROUGH_STAGES = 500
+_ROUGH = Resolution(max_segments=24, window=3, classes_at_peak=_FEW_CLASSES)
+_LESS_ROUGH = Resolution(max_segments=96, window=4, classes_at_peak=_FEW_CLASSES)
+_LESS_ROUGH_STAGES = 500  # the most for which it decides, with one lower tier
 _RERUNS = Resolution(max_segments=140, window=4, classes_at_peak=200)
 _RERUNS_ROUGH = Resolution(max_segments=64, window=3, classes_at_peak=100)
-MANY_STAGES = 900  # longer iterations get fewer classes of blocks, and no integer program: each would take ten seconds
-_FEW_CLASSES = 120
 _LARGE = 0.05  # of the budget. With smaller blocks, plans are no faster for the room of one.
 _ROUNDED_WELL = 1.005  # of the shares of updates, what whole ones may take longer: about the model's own error
 _ROUNDING = 1e-3  # solvers return shares with errors of about this size
@@ -144,10 +144,7 @@ def _refined(
 
 
 def _resolution(problem: Problem) -> Resolution:
-    return _affordable(problem, _FINE if len(problem.routes) == 1 else _SEVERAL_TIERS)
-
-
-def _affordable(problem: Problem, resolution: Resolution) -> Resolution:
+    resolution = _FINE if len(problem.routes) == 1 else _SEVERAL_TIERS
     return resolution if problem.stage_count <= MANY_STAGES else replace(resolution, classes_at_peak=_FEW_CLASSES)
 
 
@@ -155,9 +152,7 @@ def _rough(problem: Problem, settings: SolverSettings, subgroups: Sequence[Subgr
     """Solve the relaxed program at a low resolution. subgroups: those that may update on the host, or (decided) that do."""
     fine = len(problem.routes) == 1 and problem.stage_count <= _LESS_ROUGH_STAGES
     resolution = _LESS_ROUGH if fine else _ROUGH
-    built = coarse_program(
-        problem, _affordable(problem, resolution), subgroups, write_weight=settings.write_weight, decided=decided
-    )
+    built = coarse_program(problem, resolution, subgroups, write_weight=settings.write_weight, decided=decided)
     return _relaxed(problem, built, settings, vertex=False)
 
 

@@ -165,15 +165,15 @@ def add_updates(model: CoarseModel) -> None:
     The host's processor: Σ host_seconds · ΔU_k ≤ τ_k + δ_k. The chains, whose members follow one another: `add_chains`.
     """
     problem = model.problem
+    stages = [{problem.trace.subgroups[number].stage for number in update.windows.subgroups} for update in model.updates]
     for entry in model.periods:
-        if entry.block_class.update is None:
+        number = entry.block_class.update
+        if number is None:
             continue
-        update = model.updates[entry.block_class.update]
         period = problem.periods[entry.period.indices[0]]
         touched = {period.after} if period.final else {period.after, period.before % problem.stage_count}
-        updated = {problem.trace.subgroups[number].stage for number in update.windows.subgroups}
-        if touched & updated or entry.route.tier != "host":
-            model.program.at_most([(entry.chosen, 1.0), (update.chosen, 1.0)], 1)
+        if touched & stages[number] or entry.route.tier != "host":
+            model.program.at_most([(entry.chosen, 1.0), (model.updates[number].chosen, 1.0)], 1)
     model.add_time_limit(PROCESSOR)
     add_chains(model.program, model.updates, model.stall, [segment.seconds for segment in model.segments])
 

@@ -406,11 +406,11 @@ def with_other_large_blocks(best: ReplayedPlan) -> ReplayedPlan:
     """
 
     def variants(best: ReplayedPlan) -> Iterator[Variant]:
-        problem = best.problem
+        problem, room = best.problem, TierCapacity(best.problem, best.decisions)
         for index in (each for each in large_periods(problem) if each not in problem.updated):
             changed = {each: decision for each, decision in best.decisions.items() if each != index}
             if index not in best.decisions:
-                period, tier = problem.periods[index], TierCapacity(problem, best.decisions).best(index)
+                period, tier = problem.periods[index], room.best(index)
                 if tier is None:
                     continue
                 changed[index] = Decision(tier=tier, leave=period.after, start=period.before)
