@@ -34,6 +34,7 @@ _INSTANTS_FIRST = 8  # for long iterations: a fifth of the time of 16, and often
 _INSTANTS_REPEATED = 20  # where passes repeat: three of them and the step share the instants. 24 take three times as long.
 _INSTANTS_SHORT = 32  # for iterations of at most _SHORT_STAGES stages: there they cost little time, and 16 give a weak bound
 _SHORT_STAGES = 64
+_INSTANTS_MORE = 64  # for iterations of about a hundred stages; 128 give the same bound. See docs/policies.md
 _MARGIN = 1e-6
 _SECONDS = 10.0  # for each number of instants
 # Stages in which blocks are idle, summed over blocks and tiers, up to which blocks count as whole. More may take seconds to
@@ -88,7 +89,7 @@ def more_instants(stages: int) -> tuple[int, ...]:
 
     In iterations of about a hundred stages, 64 raise it by up to 4 %.
     """
-    return (32, 64) if _SHORT_STAGES < stages <= 200 else ()
+    return (_INSTANTS_MORE,) if _SHORT_STAGES < stages <= 200 else ()
 
 
 def _proved_seconds(problem: Problem, max_instants: int, max_whole: int, settings: SolverSettings) -> float:
@@ -115,7 +116,7 @@ def _proved_seconds(problem: Problem, max_instants: int, max_whole: int, setting
         reruns,
         whole=whole,
     )
-    stall = _least_stall(program, whole=whole, settings=settings)
+    stall = _least_stall(program, whole=whole, simplex=max_instants < _INSTANTS_MORE, settings=settings)
     return (problem.trace.ideal_seconds + stall * unit) * (1 - _MARGIN)
 
 
@@ -149,14 +150,15 @@ def _simple_seconds(problem: Problem) -> float:
     return worst
 
 
-def _least_stall(program: Program, *, whole: bool, settings: SolverSettings) -> float:
+def _least_stall(program: Program, *, whole: bool, simplex: bool, settings: SolverSettings) -> float:
     """Return the proved lower bound on the program's objective.
 
-    `whole`: it is an integer program. Raises SolverError when the solver fails, and when a linear program is not solved in
+    `whole`: it is an integer program. `simplex`: a linear one is tried by that method first; where instants are many, the
+    interior point method is two to seven times as fast. Raises SolverError when the solver fails, and when a linear program is not solved in
     time.
     """
     # With steepest edges, the bound takes half of the time or less; the coarse program takes a third longer.
-    solved = solve_program(program, settings, linear=not whole, vertex=False, devex=False)
+    solved = solve_program(program, settings, linear=not whole, vertex=False, simplex=simplex, devex=False)
     if not whole and not solved.optimal:  # the interior point method got stuck
         solved = solve_program(program, settings, linear=True)
     # After a time limit the bound is valid even where no solution was found.

@@ -54,11 +54,13 @@ def solve_program(
     *,
     linear: bool,
     vertex: bool = True,
+    simplex: bool = True,
     devex: bool = True,
     max_nodes: int | None = None,
 ) -> Solved:
     """Solve the program. linear: take whole variables as continuous. vertex: end in a vertex, which has few fractions.
-    devex: edge weights of the simplex method that are cheaper than steepest edges, for more iterations.
+    simplex: try the simplex method before the interior point method. devex: its edge weights that are cheaper than steepest
+    edges, for more iterations.
 
     max_nodes: of the search tree of an integer program. Works for at most about the time limit, in seconds of processor time, or
     about what is left for planning as a whole (`planner.problem.time_limit`). Raises SolverError when the solver fails. A program
@@ -71,7 +73,7 @@ def solve_program(
     try:
         columns: Sequence[int] = range(len(program.costs))
         if linear:
-            solver = _linear(program, settings, vertex=vertex, devex=devex)
+            solver = _linear(program, settings, vertex=vertex, simplex=simplex, devex=devex)
         else:
             solver, columns = _integer(program, settings, max_nodes)
         status, info, solution = solver.getModelStatus().name, solver.getInfo(), solver.getSolution()
@@ -122,7 +124,7 @@ def _integer(program: Program, settings: SolverSettings, max_nodes: int | None) 
     return solver, [variable.index for variable in variables]
 
 
-def _linear(program: Program, settings: SolverSettings, *, vertex: bool, devex: bool) -> highspy.Highs:
+def _linear(program: Program, settings: SolverSettings, *, vertex: bool, simplex: bool, devex: bool) -> highspy.Highs:
     """Solve a linear program by HiGHS. Return HiGHS with what it found.
 
     By the dual simplex method; by the interior point method where that takes too many iterations.
@@ -130,23 +132,25 @@ def _linear(program: Program, settings: SolverSettings, *, vertex: bool, devex: 
     solver = _QuietHighs()
     solver.setOptionValue("threads", settings.threads)
     solver.passModel(_highs_model(program))
-    # Where copies hide behind the arithmetic, the simplex method is up to eight times as fast. Where links are the bottleneck, it
-    # may take several times as long. So it is given up after _SHARE as many iterations as the program has rows.
-    solver.setOptionValue("solver", "simplex")
-    if devex:
-        solver.setOptionValue("simplex_dual_edge_weight_strategy", _DEVEX)
-    rows = len(program.least)
-    share = _SHARE if vertex or rows <= _MANY_ROWS else _SHARE_OF_MANY
-    solver.setOptionValue("simplex_iteration_limit", max(int(share * rows), _LEAST_ITERATIONS))
-    _stop_after(settings.time_limit_seconds, solver.cbSimplexInterrupt)
-    solver.run()
-    if solver.getModelStatus().name == "kIterationLimit":
-        solver.clearSolver()
-        solver.setOptionValue("solver", "ipm")
-        solver.setOptionValue("run_crossover", "on" if vertex else "off")
-        solver.setOptionValue("ipm_iteration_limit", _MAX_INTERIOR_ITERATIONS)
-        _stop_after(settings.time_limit_seconds, solver.cbIpmInterrupt)
+    if simplex:
+        # Where copies hide behind the arithmetic, the simplex method is up to eight times as fast. Where links are the bottleneck,
+        # it may take several times as long. So it is given up after _SHARE as many iterations as the program has rows.
+        solver.setOptionValue("solver", "simplex")
+        if devex:
+            solver.setOptionValue("simplex_dual_edge_weight_strategy", _DEVEX)
+        rows = len(program.least)
+        share = _SHARE if vertex or rows <= _MANY_ROWS else _SHARE_OF_MANY
+        solver.setOptionValue("simplex_iteration_limit", max(int(share * rows), _LEAST_ITERATIONS))
+        _stop_after(settings.time_limit_seconds, solver.cbSimplexInterrupt)
         solver.run()
+        if solver.getModelStatus().name != "kIterationLimit":
+            return solver
+        solver.clearSolver()
+    solver.setOptionValue("solver", "ipm")
+    solver.setOptionValue("run_crossover", "on" if vertex else "off")
+    solver.setOptionValue("ipm_iteration_limit", _MAX_INTERIOR_ITERATIONS)
+    _stop_after(settings.time_limit_seconds, solver.cbIpmInterrupt)
+    solver.run()
     return solver
 
 
