@@ -154,8 +154,8 @@ def _least_stall(program: Program, *, whole: bool, simplex: bool, settings: Solv
     """Return the proved lower bound on the program's objective.
 
     `whole`: it is an integer program. `simplex`: a linear one is tried by that method first; where instants are many, the
-    interior point method is two to seven times as fast. Raises SolverError when the solver fails, and when a linear program is not solved in
-    time.
+    interior point method is two to seven times as fast. Raises SolverError when the solver fails, and when a linear program is
+    not solved in time.
     """
     # With steepest edges, the bound takes half of the time or less; the coarse program takes a third longer.
     solved = solve_program(program, settings, linear=not whole, vertex=False, simplex=simplex, devex=False)

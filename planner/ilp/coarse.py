@@ -165,14 +165,16 @@ def _relaxed(problem: Problem, built: CoarseProgram, settings: SolverSettings, *
     return found
 
 
-def rerun_shares(problem: Problem, places: RerunPlaces, settings: SolverSettings, *, reserve_bytes: int = 0) -> dict[int, float]:
-    """Solve the relaxed coarse program in which groups may run again. Return how much of each group (id) runs again.
+def rerun_shares(
+    problem: Problem, places: RerunPlaces, settings: SolverSettings, *, reserve_bytes: int = 0
+) -> tuple[float, dict[int, float]]:
+    """Solve the relaxed coarse program in which groups may run again. Return its cost and how much of each group (id) does.
 
-    Groups of which nothing does are left out; a rough program tells first whether there are others, and with several lower
-    tiers that is all. Groups that are alike and in the same segments have the same share. Raises SolverError where the solver
-    fails.
+    Costs of one problem with other places are comparable. Groups of which nothing runs again are left out; a rough program tells
+    first whether there are others, and with several lower tiers that is all. Groups that are alike and in the same segments have
+    the same share. Raises SolverError where the solver fails.
     """
-    shares: dict[int, float] = {}
+    cost, shares = 0.0, dict[int, float]()
     for resolution in (_RERUNS_ROUGH, _RERUNS):
         if out_of_time():
             break
@@ -184,11 +186,12 @@ def rerun_shares(problem: Problem, places: RerunPlaces, settings: SolverSettings
         solved = solve_program(model.program, settings, linear=True, vertex=False)
         if not solved.optimal:
             raise SolverError(f"HiGHS did not solve the program for re-runs in {settings.time_limit_seconds} s")
+        cost = solved.objective
         shares = {group: solved.values[r] for each, r in zip(model.reruns, model.again, strict=True) for group in each.groups}
         shares = {group: share for group, share in shares.items() if share > _ROUNDING}
         if not shares or len(problem.routes) > 1 or problem.stage_count <= _RERUNS_ROUGH.max_segments:
             break
-    return shares
+    return cost, shares
 
 
 def in_order_of_need(problem: Problem, on_host: Collection[int]) -> list[int]:

@@ -133,8 +133,8 @@ def _linear(program: Program, settings: SolverSettings, *, vertex: bool, simplex
     solver.setOptionValue("threads", settings.threads)
     solver.passModel(_highs_model(program))
     if simplex:
-        # Where copies hide behind the arithmetic, the simplex method is up to eight times as fast. Where links are the bottleneck,
-        # it may take several times as long. So it is given up after _SHARE as many iterations as the program has rows.
+        # Where copies hide behind the arithmetic, the simplex method is up to eight times as fast. Where links are the
+        # bottleneck, it may take several times as long. So it is given up after _SHARE as many iterations as there are rows.
         solver.setOptionValue("solver", "simplex")
         if devex:
             solver.setOptionValue("simplex_dual_edge_weight_strategy", _DEVEX)

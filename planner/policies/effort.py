@@ -45,6 +45,7 @@ class Effort:
     far: float = 1.02  # beyond it, rivals are asked, and a plan without re-runs is compared with more than the program's sets
     far_in_part: float = 1.05  # the same for a part of an iteration
     worse_kinds: int = 2  # so many sets of more and more kinds that are no better, one after the other, end that comparison
+    all_places: bool = True  # sets are drafted with early and with late places; otherwise with those that the program prefers
     simple_sets: bool = False  # all simple sets of groups are tried, not only whole layers
     many: float = 0.5  # whole layers are tried if the program runs about this share of them again
     changes: int = 0  # single changes of the best set that are tried
@@ -64,8 +65,9 @@ _LONG = replace(
     breadth=Breadth(others=1, stages=1, leads=(1.0,), thorough=False),  # it is better to try little for many copies
     refined_drafts=False,
     groups_first=True,
+    all_places=False,  # each draft takes seconds
 )
-_RATHER_LONG = replace(_LONG, breadth=_SHORT.breadth, large_blocks=3)  # a replay takes some twenty milliseconds
+_RATHER_LONG = replace(_LONG, breadth=_SHORT.breadth, large_blocks=3, all_places=True)  # a replay takes some twenty milliseconds
 _VERY_LONG = replace(
     _LONG,
     close=1.01,  # programs take long, and find little that is better within this factor

@@ -26,6 +26,7 @@ from planner.problem import (
     by_kind,
     floor,
     folded,
+    kinds_of_places,
     live_bytes,
     out_of_time,
     over_half,
@@ -73,7 +74,8 @@ class _Search:
         self.trace, self.budgets = trace, budgets
         effort = effort_of(len(trace.stages))
         self.effort = replace(effort, far=effort.far_in_part) if task.part else effort
-        self.places = RerunPlaces(trace)
+        self._kinds = kinds_of_places(trace)
+        self.places = self._kinds[0]
         self.best: Plan | None = None
         self._refusal: BudgetError | InfeasiblePlanError | None = None
         self._task, self._draft = task, replace(task, draft=True)
@@ -105,13 +107,13 @@ class _Search:
 
     def draft_proposals(self) -> bool:
         """Draft plans for the proposed sets."""
-        for groups in self._proposals():
-            self._try(self.places.of(groups))
+        for chosen in self._proposals():
+            self._try(chosen)
         return True
 
     def compare_proposals(self) -> bool:
         """The same if there are several, since a draft of a single one decides nothing."""
-        sets = tuple(dict.fromkeys(self.places.of(groups) for groups in self._proposals()))
+        sets = tuple(dict.fromkeys(self._proposals()))
         for chosen in sets if len(sets) > 1 else ():
             self._try(chosen)
         self._proposed = sets
@@ -202,25 +204,30 @@ class _Search:
             return True  # there is none
         return cost <= lower_bound_seconds(problem, threads=self._task.settings.threads, enough_seconds=cost)
 
-    def _proposals(self) -> Iterator[frozenset[int]]:
+    def _proposals(self) -> Iterator[tuple[Recompute, ...]]:
         """Sets to plan exactly: what the coarse program says, and simple ones, of which longer iterations get only a few."""
-        trace, usable = self.trace, self.places.usable
+        trace, kinds = self.trace, self._kinds
         shares: dict[int, float] | None = None
         with suppress(SolverError, BudgetError):
             problem = Problem.of(trace, self.budgets)
             room = room_bytes(problem)
             # Of a part, one set is planned. If all the room stays free for it, too much runs again, and if none does, too little.
             for reserve in dict.fromkeys((room // 2,) if self._task.part else (0, room)):
-                shares = rerun_shares(problem, self.places, self._task.settings, reserve_bytes=reserve)
-                if shares:
-                    yield rounded(trace, shares)
+                solved = {each: rerun_shares(problem, each, self._task.settings, reserve_bytes=reserve) for each in kinds}
+                if self._task.part or not self.effort.all_places:
+                    kinds = (min(kinds, key=lambda places: solved[places][0]),)
+                for places in kinds:
+                    shares = solved[places][1]
+                    if shares:
+                        yield places.of(rounded(trace, shares))
         if shares is not None and not self.effort.simple_sets:
-            layers = whole_layers(trace, usable)
+            layers = whole_layers(trace, self.places.usable)
             if _seconds(trace, over_half(shares)) >= self.effort.many * _seconds(trace, layers):
-                yield layers
+                yield from (places.of(layers) for places in kinds)
             return
-        yield over_half(shares or {})
-        yield from simple_sets(trace, usable)
+        for places in kinds:
+            yield places.of(over_half(shares or {}))
+            yield from map(places.of, simple_sets(trace, places.usable))
 
     def _changes(self) -> Iterator[tuple[Recompute, ...]]:
         for group in self.places.usable:

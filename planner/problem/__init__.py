@@ -45,6 +45,7 @@ from planner.problem.recompute import (
     RerunPlaces,
     by_kind,
     folded,
+    kinds_of_places,
     layer_of,
     made_by,
     made_bytes,

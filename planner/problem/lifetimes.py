@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from planner.problem.recompute import RerunPlaces, recomputed, simple_sets
+from planner.problem.recompute import kinds_of_places, recomputed, simple_sets
 from planner.schema import Block, Tier, Trace
 
 # Where an update runs in slices, these take at most the parameter's size divided by this, with all that it allocates.
@@ -196,9 +196,7 @@ def floor(trace: Trace, *, in_slices: bool = False) -> tuple[int, int]:
     if any(hardware.link("device", tier) and hardware.link(tier, "device") for tier in tiers):
         return _worst(_sliced(trace, stage_floors(trace)) if in_slices else stage_floors(trace))
     least, worst = _worst(live_bytes(trace))
-    places = RerunPlaces(trace)
-    for groups in simple_sets(trace, places.usable):
-        chosen = places.of(groups)
+    for chosen in (places.of(groups) for places in kinds_of_places(trace) for groups in simple_sets(trace, places.usable)):
         size, stage = _worst(live_bytes(recomputed(trace, chosen)))
         if size < least:
             least, worst = size, min(stage - sum(each.at + n < stage for n, each in enumerate(chosen)), len(trace.stages) - 1)

@@ -203,20 +203,30 @@ def _split(block: Block, stage: int, number: int) -> tuple[Block, Block]:
 _LAYER = re.compile(r"(.*?[./]\d+(?:(?:\.[^.\d{:][^.{:]*)?\.\d+(?=\.[^.]))*)(?:[./:]|$)")
 
 
+_SMALL = 0.125  # share of the bytes that a group makes
+
+
 class RerunPlaces:
     """Where groups run again: as late as they can, so that what they make takes room for the shortest time.
 
-    `usable`: the groups (ids) that can run again at their first use in the backward pass.
+    `late`: small blocks of a group may be used before that; they are kept for it. In a layer that saves much and hands on little,
+    it is then the layer's own backward stage that decides, and not that of the next one, which reads what was handed on.
+    `usable`: the groups (ids) that can run again in the backward pass.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, *, late: bool = False) -> None:
         self._trace = trace
         self.alone: dict[int, int] = {}
         """The place of each group if no other one runs again, by id."""
+        self._decide: dict[int, list[int]] = {}  # the blocks (ids) that decide about its place, by group
         for group in trace.recompute:
-            place = self._first_use(group)
-            if place is not None and self._unchanged(group, place):
-                self.alone[group.id] = place
+            large = made_bytes(trace, group) * _SMALL
+            for least in (large, 0) if late else (0,):
+                blocks = [number for number in group.blocks if trace.blocks[number].size_bytes >= least]
+                place = self._first_use(group.stage, blocks)
+                if place is not None and self._unchanged(group, place):
+                    self.alone[group.id], self._decide[group.id] = place, blocks
+                    break
 
     @property
     def usable(self) -> Collection[int]:
@@ -226,15 +236,15 @@ class RerunPlaces:
     def of(self, groups: Collection[int]) -> tuple[Recompute, ...]:
         """Return the groups (ids) with their places, in the order in which they run.
 
-        A group runs at the first use of its blocks in the backward pass: by a backward stage, or by a group of `groups` that
-        reads them. Groups that cannot run again are left out.
+        A group runs at the first use of its blocks (late: of its large blocks) in the backward pass: by a backward stage, or by
+        a group of `groups` that reads them. Groups that cannot run again are left out.
         """
         trace, place = self._trace, dict[int, int]()
         wanted: dict[int, int] = {}  # by block, the first place of a group that reads it
         for group in sorted((trace.recompute[number] for number in set(groups)), key=lambda group: -group.stage):
             if group.id not in self.alone:
                 continue
-            at = min([self.alone[group.id], *(wanted[block] for block in group.blocks if block in wanted)])
+            at = min([self.alone[group.id], *(wanted[block] for block in self._decide[group.id] if block in wanted)])
             place[group.id] = at
             for block in group.reads:
                 wanted[block] = min(at, wanted.get(block, at))
@@ -264,13 +274,19 @@ class RerunPlaces:
                 if found:
                     yield self.in_order(dict.fromkeys(found, stage.id))
 
-    def _first_use(self, group: RecomputeGroup) -> int | None:
-        uses = [use for number in group.blocks for use in self._trace.blocks[number].uses if use > group.stage]
+    def _first_use(self, stage: int, blocks: Iterable[int]) -> int | None:
+        uses = [use for number in blocks for use in self._trace.blocks[number].uses if use > stage]
         return min((use for use in uses if self._trace.stages[use].phase == "backward"), default=None)
 
     def _unchanged(self, group: RecomputeGroup, place: int) -> bool:
         blocks = (self._trace.blocks[number] for number in (*group.reads, *group.blocks))
         return not any(group.stage < write < place for block in blocks for write in block.writes)
+
+
+def kinds_of_places(trace: Trace) -> tuple[RerunPlaces, ...]:
+    """Return the early places and, if they are others, the late ones."""
+    early, late = RerunPlaces(trace), RerunPlaces(trace, late=True)
+    return (early,) if late.alone == early.alone else (early, late)
 
 
 def layer_of(name: str) -> str | None:

@@ -140,6 +140,19 @@ def layers(count: int = 3, *, rate: float = 10.0, changed: tuple[int, ...] = ())
     return trace(staged(names), blocks, hardware(rate=rate), recompute=groups, name="layers")
 
 
+def saving_layers(count: int, *, rate: float = 10.0) -> Trace:
+    """A chain of `count` forward stages of 1 s and back. Each makes 90 bytes for its own backward stage and hands on 10.
+
+    Those are read by the next forward stage and by its backward stage. Every forward stage is a recompute group.
+    """
+    last = 2 * count - 1
+    names = [f"forward/{i}" for i in range(count)] + [f"backward/{i}" for i in reversed(range(count))]
+    blocks = [block(90, [i], [last - i], name=f"saved{i}") for i in range(count)]
+    blocks += [block(10, [i], [i + 1, last - i - 1], name=f"output{i}") for i in range(count - 1)]
+    groups = [group(i, [i, count + i], [count + i - 1] if i else [], workspace=1) for i in range(count - 1)]
+    return trace(staged(names), blocks, hardware(rate=rate), recompute=groups, name="saving layers")
+
+
 def varying(traced: Trace, **more: Any) -> Trace:
     """Activations and times are in proportion to the length, 10 at most."""
     sizes = [{"id": each.id, "coefficients": [0, each.size_bytes / 10]} for each in traced.blocks if each.kind == "activation"]

@@ -5,11 +5,11 @@ import random
 import pytest
 
 from planner import BudgetError, Budgets, Trace, floor, plan
-from planner.problem import RerunPlaces, live_bytes
+from planner.problem import RerunPlaces, kinds_of_places, live_bytes
 
 from ...thoroughness import by_profile
 from .. import exhaustive
-from ..traces import layers, links, replay
+from ..traces import layers, links, replay, saving_layers
 
 TRACES = by_profile(ci=8, long=150)
 
@@ -33,7 +33,7 @@ def test_over_a_slow_link_a_layer_runs_again_and_over_a_fast_one_it_moves() -> N
 
 def test_long_iterations_do_not_rely_on_the_coarse_program_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second layer runs again from what the one before it made: 17 s. Over the link, each copy takes 10 s."""
-    monkeypatch.setattr("planner.policies.keep_offload_recompute.rerun_shares", lambda *given, **more: {})
+    monkeypatch.setattr("planner.policies.keep_offload_recompute.rerun_shares", lambda *given, **more: (0.0, {}))
     made = renamed(layers(33, rate=1.0), [f"{'odd' if number % 2 else 'even'}.{number}" for number in range(33)])
     seconds, groups = again(made, 200, "ilp")
     assert (seconds, len(groups)) == (pytest.approx(66 + 17), 17)
@@ -84,6 +84,25 @@ def test_groups_run_again_as_late_as_they_can() -> None:
     assert [(each.group, each.at) for each in places.of([1, 2])] == [(1, 5), (2, 5)]
     changed = RerunPlaces(layers(4, changed=(6,)))
     assert list(changed.usable) == [1, 2, 3], "before backward stage 7, the weight that group 0 reads has been changed"
+
+
+def test_small_blocks_may_stay_so_that_groups_run_again_later() -> None:
+    """What group 2 hands on is read by stage 4, what it saves by stage 5; and group 1 hands on what group 2 reads."""
+    early, late = kinds_of_places(saving_layers(4))
+    assert [(each.group, each.at) for each in early.of([1, 2])] == [(1, 4), (2, 4)]
+    assert [(each.group, each.at) for each in late.of([1, 2])] == [(2, 5), (1, 6)]
+    assert len(kinds_of_places(layers(4))) == 1, "where all is used by the stage that decides"
+
+
+@pytest.mark.parametrize(("count", "stages_again"), [(4, 3), (40, 39)])
+def test_layers_that_hand_on_little_run_again_one_by_one(count: int, stages_again: int) -> None:
+    """Nothing can leave. What is handed on stays, beside what one layer saves; with early places there are two of these."""
+    made = saving_layers(count)
+    alone = made.rebuilt(hardware=links({}))
+    least = floor(alone)[0]
+    assert least == 90 + 10 * (count - 1) + 1, "and the workspace of a re-run"
+    seconds, groups = again(alone, least, "ilp")
+    assert (seconds, len(groups)) == (pytest.approx(2 * count + stages_again), stages_again)
 
 
 def renamed(made: Trace, names: list[str]) -> Trace:
