@@ -28,6 +28,7 @@ from planner.problem import (
     folded,
     kinds_of_places,
     live_bytes,
+    made_bytes,
     out_of_time,
     over_half,
     recomputed,
@@ -126,6 +127,16 @@ class _Search:
             self._finish(self._refined(), self._proposed)
         return True
 
+    def drop_groups(self) -> bool:
+        """Where no stage waits, less may do: drop groups that take the most time for their bytes, as long as that helps."""
+        helps = self.best is not None and not self._stalls(self.best)
+        while helps and self.best is not None and self.best.recompute and not out_of_time():
+            groups = [self.trace.recompute[each.group] for each in self.best.recompute]
+            worst = max(groups, key=lambda group: group.duration_seconds / max(made_bytes(self.trace, group), 1))
+            chosen = tuple(each for each in self.best.recompute if each.group != worst.id)
+            helps = self._keep_better(chosen, self._refined())
+        return True
+
     def finish(self) -> bool:
         """Plan the best set well."""
         self._finish(self._task if len(self.trace.stages) <= MAX_INTEGER_STAGES else self._refined())
@@ -190,8 +201,10 @@ class _Search:
     def _waits(self, made: Plan) -> bool:
         """Whether stages wait, and the plan is not close to the bound, if that is known (it holds for re-runs, too)."""
         seconds, bound = made.replayed.iteration_seconds, made.replayed.lower_bound_seconds
-        stalls = made.replayed.stall_seconds > self.effort.waits * seconds
-        return stalls and not 0 < seconds <= bound * self.effort.close_alone
+        return self._stalls(made) and not 0 < seconds <= bound * self.effort.close_alone
+
+    def _stalls(self, made: Plan) -> bool:
+        return made.replayed.stall_seconds > self.effort.waits * made.replayed.iteration_seconds
 
     def _surely_better(self) -> bool:
         """Whether the best plan is faster than any plan without re-runs, by the lower bound of those."""
@@ -285,6 +298,7 @@ _ALONE_FIRST: _Steps = (_Search.plan_alone, _Search.draft_proposals, _Search.cha
 _GROUPS_FIRST: _Steps = (
     _Search.compare_proposals,
     _Search.finish_unless_close,
+    _Search.drop_groups,
     _Search.plan_alone_if_it_may_be_better,
     _Search.widen,
 )
