@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -27,6 +29,7 @@ from teraio.registry import REGISTRY
 CPU = torch.device("cpu")
 TOTAL_BYTES = 1 << 34
 MIB = 1 << 20
+UNSET = {"PYTORCH_CUDA_ALLOC_CONF": "", "expandable_segments": False}
 
 
 class Stream:
@@ -37,6 +40,9 @@ class Stream:
         pass
 
     def wait_event(self, event: Event) -> None:
+        pass
+
+    def record_event(self) -> None:
         pass
 
 
@@ -57,19 +63,30 @@ class Event:
         return 1000 * (end._at_seconds - self._at_seconds)
 
 
+class _Streams(threading.local):
+    """The streams of a thread that are current, within each other."""
+
+    def __init__(self) -> None:
+        self.current = [Stream()]
+
+
 class FakeCuda:
     """Takes the place of the GPU's machine and of the driver for one test. Blocks of "the GPU" are CPU tensors.
 
     pins: whether host memory can be pinned. limits: shares of the memory that the allocator was limited to, in order.
-    retries: how often the allocator had to take free memory away.
-    loads: how often the device was kept busy for a measurement.
+    retries: how often the allocator had to take free memory away. settings: of the allocator, each time that they were changed.
+    refusals: what the driver answers to the next copies before it copies again. known: memory that it knows, by address: begin
+    and bytes.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pins = True
         self.limits = [1.0]
-        self.loads = self.retries = 0
-        self._streams = [Stream()]
+        self.retries = 0
+        self.settings: list[str] = []
+        self.refusals: list[int] = []
+        self.known: dict[int, tuple[int, int]] = {}
+        self._streams = _Streams()
         properties = SimpleNamespace(
             total_memory=TOTAL_BYTES, pci_domain_id=0, pci_bus_id=0xFF, pci_device_id=0x1F, name="made up", gcnArchName="made up"
         )
@@ -77,7 +94,8 @@ class FakeCuda:
             "Stream": Stream,
             "Event": Event,
             "stream": self._stream,
-            "current_stream": lambda device=None: self._streams[-1],
+            "current_stream": lambda device=None: self._streams.current[-1],
+            "default_stream": lambda device: self._streams.current[0],
             "current_device": lambda: 0,
             "get_device_properties": lambda device: properties,
             "get_device_name": lambda device: "made up",
@@ -92,11 +110,18 @@ class FakeCuda:
             "mem_get_info": lambda device: (TOTAL_BYTES, TOTAL_BYTES),
             "empty_cache": lambda: None,
             "set_sync_debug_mode": lambda mode: None,
+            "memory_snapshot": lambda include_traces: [],
+            "memory._record_memory_history": lambda what, **_: None,
+            "memory._snapshot": lambda device=None: {"device_traces": [[]], "allocator_settings": UNSET},
         }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self._streams[-1].cuda_stream, raising=False)
-        monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: True, raising=False)  # so that teraio records nothing
+            monkeypatch.setattr(f"torch.cuda.{name}", value)
+        for name, value in {
+            "clearCublasWorkspaces": lambda: None,
+            "getCurrentRawStream": lambda index: self._streams.current[-1].cuda_stream,
+            "isHistoryEnabled": lambda: False,
+        }.items():
+            monkeypatch.setattr(torch._C, f"_cuda_{name}", value, raising=False)
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", self.settings.append)
         made = CudaStreams.__init__
 
         def make(streams: CudaStreams, device: torch.device) -> None:
@@ -106,36 +131,42 @@ class FakeCuda:
         def device_memory(device: object, address: int, size_bytes: int) -> torch.Tensor:
             return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
 
-        def copy(stream: Stream, *, target: int, source: int, size_bytes: int) -> None:
+        def copy(target: int, source: int, size_bytes: int, stream: int) -> int:
+            if self.refusals:
+                return self.refusals.pop(0)
             ctypes.memmove(target, source, size_bytes)
+            return 0
+
+        def name_of(status: int, name: Any) -> None:
+            name._obj.value = b"MADE_UP"
+
+        def range_of(value: Any, attribute: int, address: ctypes.c_uint64) -> int:
+            begin, size = self.known.get(address.value, (0, 0))
+            value._obj.value = begin if attribute == 11 else size
+            return 0 if size else 1
 
         def buffer(copier: drive_paths.CudaCopier, size_bytes: int) -> torch.Tensor:
             return aligned(lambda size: torch.empty(size, dtype=torch.uint8), size_bytes)
 
         monkeypatch.setattr(CudaStreams, "__init__", make)
-        monkeypatch.setattr(cuda_streams, "copy_by_driver", copy)
+        driver = SimpleNamespace(cuMemcpyAsync=copy, cuGetErrorName=name_of, cuPointerGetAttribute=range_of)
+        monkeypatch.setattr(cuda_streams, "_calls", lambda: driver)
         monkeypatch.setattr(cuda_streams, "device_memory", device_memory)
         monkeypatch.setattr(drive_paths.CudaCopier, "buffer", buffer)
         refused = "CUDA error 1 (refused)"
         monkeypatch.setattr(CudaPinner, "_register", lambda self_, address, size: None if self.pins else refused)
         monkeypatch.setattr(CudaPinner, "_unregister", lambda self_, address: None)
-        monkeypatch.setattr(cuda_machine, "_grow_segments", lambda undo: None)
-        monkeypatch.setattr(cuda_machine, "computing", self._computing)
+        monkeypatch.setattr(drive_paths, "_SIDE", 8)
         monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, open_machine=open_machine))
         monkeypatch.setattr(REGISTRY, "shared", Shared())  # the paths of main memory lead nowhere here
 
     @contextlib.contextmanager
     def _stream(self, stream: Stream) -> Iterator[None]:
-        self._streams.append(stream)
+        self._streams.current.append(stream)
         try:
             yield
         finally:
-            self._streams.remove(stream)
-
-    @contextlib.contextmanager
-    def _computing(self, device: torch.device) -> Iterator[None]:
-        self.loads += 1
-        yield
+            self._streams.current.remove(stream)
 
 
 def open_machine(
