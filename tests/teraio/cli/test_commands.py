@@ -271,9 +271,12 @@ PLAN = ["plan", "--device", "20"]
         ([*PLAN, "--host", "0.5"], "option --host: found '0.5'"),
         ([*PLAN, "--policy", "luck"], "policy 'luck' is not known; the policies are: ilp, offload-only, checkpoint, teraio"),
         ([*PLAN, "--time-limit", "0"], "option --time-limit: found 0.0"),
+        ([*PLAN, "--threads", "0"], "option --threads: found 0"),
+        ([*PLAN, "--write-weight", "inf"], "option --write-weight: found inf"),
         ([*PLAN, "-o", "/nowhere/plan.json"], "there is no directory /nowhere; create it first"),
         (["sweep", "--device", "20"], "wanted LOWEST:HIGHEST:COUNT"),
         (["sweep", "--device", "10:20:1"], "with a count from 2 to 1000"),
+        (["sweep", "--device", "20:10:2"], "20 is not less than 10"),
         (["inspect", "--trace", str(CHAIN_FILE)], "is a trace itself"),
     ],
 )
