@@ -62,21 +62,6 @@ def test_what_is_promoted_goes_first_on_the_drives_where_it_has_not_begun(make_l
     assert not transfers["d"].promote()
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_a_blocked_drive_does_not_hold_up_the_other(make_link: MakeLink, gate: Gate, threads: int) -> None:
-    link = make_link(drives=2, threads=threads)
-    blocked = [link.submit(slot(f"blocked {n}", drives=(1,)), 0, nothing) for n in range(8)]
-    healthy = [link.submit(slot(f"healthy {n}", drives=(0,)), 0, nothing) for n in range(8)]
-    gate.let_on(0)
-    for transfer in healthy:
-        transfer.wait(30)
-    assert not any(transfer.done for transfer in blocked)
-    assert len(gate.begun_on(1)) <= threads
-    gate.let_on(1)
-    for transfer in blocked:
-        transfer.wait(30)
-
-
 @pytest.mark.parametrize(("drives", "threads", "expected"), [(3, 4, 12), (5, 4, 15), (20, 4, 20)])
 def test_threads_are_bounded(make_link: MakeLink, drives: int, threads: int, expected: int) -> None:
     before = threading.active_count()
