@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import threading
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,7 +17,6 @@ import torch
 
 from runtime.cuda import CudaStreams, drive_paths
 from runtime.cuda import streams as cuda_streams
-from runtime.system import CudaPinner
 from runtime.transfer import aligned
 from teraio.machine import Machine, Shared
 from teraio.machine import machine as cuda_machine
@@ -63,20 +62,12 @@ class Event:
         return 1000 * (end._at_seconds - self._at_seconds)
 
 
-class _Streams(threading.local):
-    """The streams of a thread that are current, within each other."""
-
-    def __init__(self) -> None:
-        self.current = [Stream()]
-
-
 class FakeCuda:
     """Takes the place of the GPU's machine and of the driver for one test. Blocks of "the GPU" are CPU tensors.
 
     pins: whether host memory can be pinned. limits: shares of the memory that the allocator was limited to, in order.
     retries: how often the allocator had to take free memory away. settings: of the allocator, each time that they were changed.
-    refusals: what the driver answers to the next copies before it copies again. known: memory that it knows, by address: begin
-    and bytes.
+    refusals: what the driver answers to the next copies before it copies again.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,8 +76,8 @@ class FakeCuda:
         self.retries = 0
         self.settings: list[str] = []
         self.refusals: list[int] = []
-        self.known: dict[int, tuple[int, int]] = {}
-        self._streams = _Streams()
+        default = Stream()
+        self._current = ContextVar("stream", default=default)  # each thread has its own
         properties = SimpleNamespace(
             total_memory=TOTAL_BYTES, pci_domain_id=0, pci_bus_id=0xFF, pci_device_id=0x1F, name="made up", gcnArchName="made up"
         )
@@ -94,8 +85,8 @@ class FakeCuda:
             "Stream": Stream,
             "Event": Event,
             "stream": self._stream,
-            "current_stream": lambda device=None: self._streams.current[-1],
-            "default_stream": lambda device: self._streams.current[0],
+            "current_stream": lambda device=None: self._current.get(),
+            "default_stream": lambda device: default,
             "current_device": lambda: 0,
             "get_device_properties": lambda device: properties,
             "get_device_name": lambda device: "made up",
@@ -117,7 +108,7 @@ class FakeCuda:
             monkeypatch.setattr(f"torch.cuda.{name}", value)
         for name, value in {
             "clearCublasWorkspaces": lambda: None,
-            "getCurrentRawStream": lambda index: self._streams.current[-1].cuda_stream,
+            "getCurrentRawStream": lambda index: self._current.get().cuda_stream,
             "isHistoryEnabled": lambda: False,
         }.items():
             monkeypatch.setattr(torch._C, f"_cuda_{name}", value, raising=False)
@@ -140,33 +131,32 @@ class FakeCuda:
         def name_of(status: int, name: Any) -> None:
             name._obj.value = b"MADE_UP"
 
-        def range_of(value: Any, attribute: int, address: ctypes.c_uint64) -> int:
-            begin, size = self.known.get(address.value, (0, 0))
-            value._obj.value = begin if attribute == 11 else size
-            return 0 if size else 1
-
         def buffer(copier: drive_paths.CudaCopier, size_bytes: int) -> torch.Tensor:
             return aligned(lambda size: torch.empty(size, dtype=torch.uint8), size_bytes)
 
         monkeypatch.setattr(CudaStreams, "__init__", make)
-        driver = SimpleNamespace(cuMemcpyAsync=copy, cuGetErrorName=name_of, cuPointerGetAttribute=range_of)
+        driver = SimpleNamespace(cuMemcpyAsync=copy, cuGetErrorName=name_of, cuPointerGetAttribute=lambda *_: 1)
         monkeypatch.setattr(cuda_streams, "_calls", lambda: driver)
         monkeypatch.setattr(cuda_streams, "device_memory", device_memory)
         monkeypatch.setattr(drive_paths.CudaCopier, "buffer", buffer)
-        refused = "CUDA error 1 (refused)"
-        monkeypatch.setattr(CudaPinner, "_register", lambda self_, address, size: None if self.pins else refused)
-        monkeypatch.setattr(CudaPinner, "_unregister", lambda self_, address: None)
+        runtime = SimpleNamespace(
+            cudaHostRegister=lambda *_: 0 if self.pins else 1,
+            cudaHostUnregister=lambda _: 0,
+            cudaGetErrorString=lambda _: "refused",
+        )
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
         monkeypatch.setattr(drive_paths, "_SIDE", 8)
         monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, open_machine=open_machine))
         monkeypatch.setattr(REGISTRY, "shared", Shared())  # the paths of main memory lead nowhere here
 
     @contextlib.contextmanager
     def _stream(self, stream: Stream) -> Iterator[None]:
-        self._streams.current.append(stream)
+        before = self._current.set(stream)
         try:
             yield
         finally:
-            self._streams.current.remove(stream)
+            self._current.reset(before)
 
 
 def open_machine(

