@@ -142,13 +142,10 @@ def kvikio_candidate(folder: Path, module: FakeKvikio, monkeypatch: pytest.Monke
     return kvikio
 
 
-@pytest.mark.parametrize("forced", ["auto", "kvikio"])
-def test_direct_storage_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forced: str) -> None:
-    store = kvikio_candidate(tmp_path, FakeKvikio(compatible_only=False), monkeypatch, forced).open()
-    store.close()
-
-
-def test_the_compatibility_mode_must_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_storage_is_a_path_and_the_compatibility_mode_must_be_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kvikio_candidate(tmp_path, FakeKvikio(compatible_only=False), monkeypatch, "auto").open().close()
     module = FakeKvikio()
     candidate = kvikio_candidate(tmp_path, module, monkeypatch, "auto")
     with pytest.raises(UnsupportedError, match=r"compatibility mode .* would wait for stages; give storage_path='kvikio'"):
