@@ -190,10 +190,7 @@ def test_what_may_not_move_stays_and_neighbours_of_a_gap_are_no_neighbours() -> 
     assert not BestFit([[-4, 2, -4]]).gather(8, stay=[0])
     assert not BestFit([[-4], [-4]]).gather(8)
     assert not BestFit([[-4, 6, -4]]).gather(8), "there is no place for what would have to go"
-
-
-def test_where_it_goes_otherwise_than_foreseen_the_pool_has_not_to_look_for_memory() -> None:
-    assert not BestFit([[9, -3, 3, 6, -8, 8, -3]]).gather(13)
+    assert not BestFit([[9, -3, 3, 6, -8, 8, -3]]).gather(13), "it goes otherwise than foreseen"
 
 
 def test_where_there_is_no_way_what_leaves_lets_go() -> None:
