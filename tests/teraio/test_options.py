@@ -106,8 +106,9 @@ BAD: list[tuple[str, Any, str]] = [
 ]
 
 
-def test_no_option_is_untested() -> None:
+def test_no_option_is_untested_and_none_means_the_default() -> None:
     assert {name for name, _, _ in GOOD} == {name for name, _, _ in BAD} == set(NAMES)
+    assert parse_options(None) == parse_options({}) == parse_options(dict.fromkeys(NAMES)) == Options()
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), GOOD)
@@ -154,10 +155,6 @@ def test_removed_options_say_what_there_is_instead(name: str, instead: str, monk
     assert message is not None and message.startswith(f"option {name} was removed: ") and instead in message
     monkeypatch.setenv(f"TERAIO_{name.upper()}", "1")
     assert refusal({}) == f"environment variable TERAIO_{name.upper()}: {message}"
-
-
-def test_none_means_the_default() -> None:
-    assert parse_options(None) == parse_options({}) == parse_options(dict.fromkeys(NAMES)) == Options()
 
 
 @pytest.mark.parametrize("value", ["1PB", "GiB", "1e9", "-1GiB", "1,000", "0.4", None, "٣GiB"])
