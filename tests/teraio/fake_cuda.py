@@ -20,7 +20,6 @@ from runtime.cuda import streams as cuda_streams
 from runtime.transfer import aligned
 from teraio.machine import Machine, Shared
 from teraio.machine import machine as cuda_machine
-from teraio.machine.budgets import resolve_budgets, seen_by_ranks
 from teraio.options import Options
 from teraio.ranks import RankGroup
 from teraio.registry import REGISTRY
@@ -163,6 +162,5 @@ def open_machine(
     options: Options, device: torch.device, shared: Shared, ranks: RankGroup | None, *, spare_bytes: int = MIB
 ) -> Machine:
     """The machine of the made-up GPU; what of a budget is kept free is scaled down with the models of the tests."""
-    budgets = resolve_budgets(options, *seen_by_ranks(options, torch.device("cuda", 0), ranks))
     with mock.patch.multiple(cuda_machine, _SPARE_BYTES=spare_bytes, _PAGE_BYTES=MIB):
-        return cuda_machine.open_cuda(options, budgets, CPU, shared)
+        return cuda_machine.open_machine(options, torch.device("cuda", 0), shared, ranks)
