@@ -19,8 +19,7 @@ from ...thoroughness import by_profile
 UNIT = 512
 GAP = 1000 * UNIT
 COMPUTE = {"device": 0, "stream": 1, "segment_type": "large", "segment_pool_id": (0, 0), "is_expandable": True}
-ELSEWHERE = [{"device": 1, "stream": 2}, {"segment_type": "small"}, {"segment_pool_id": (0, 1)}]
-"""Free memory that serves no stage."""
+ELSEWHERE = [{"device": 1, "stream": 2}, {"segment_type": "small"}, {"segment_pool_id": (0, 1)}]  # serves no stage
 
 
 class Held:
