@@ -230,7 +230,10 @@ def test_layer_by_layer_all_passes_use_a_parameter_one_after_the_other() -> None
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
+    rooted = staged(["forward/root", "backward/root", "optimizer/0"])
+    mixed, whole = (trace(each, [block(8, [0], [1])]).rebuilt(work=Work(tokens=1)) for each in (staged("fbobo"), rooted))
     with pytest.raises(planner.UnsupportedError, match="updated between the stages of a pass"):
-        with_passes(trace(staged("fbobo"), [block(8, [0], [1])]), 2)
+        ADVISER.divide([mixed], TIGHT, step=2)
     with pytest.raises(planner.UnsupportedError, match="do not tell layers apart"):
-        with_passes(trace(staged(["forward/root", "backward/root", "optimizer/0"]), [block(8, [0], [1])]), 2, "layer by layer")
+        with_passes(whole, 2, "layer by layer")
+    assert [each.what for each in ADVISER.divide([whole], TIGHT, step=2).answers] == ["2 x 1 tokens, pass by pass"]

@@ -149,6 +149,7 @@ def test_schema_help_and_version(run: RunCommand) -> None:
     assert all(f"│ {command} " in helped.out for command in ("plan", "simulate", "sweep", "inspect", "schema"))
     assert run("--version") == Result(0, f"teraio {teraio.__version__}\n", "")
     assert "--device" in run("plan", "--help").out
+    assert run("schema", "model").code == run("dance").code == run().code == 2
 
 
 # -- terminals and pipes
@@ -286,10 +287,6 @@ def test_wrong_usage_ends_with_two(run: RunCommand, arguments: list[str], messag
     result = run(command, CHAIN_FILE, *options)
     assert (result.code, result.out) == (2, "")
     assert message in result.err and "Traceback" not in result.err
-
-
-def test_what_is_no_command_ends_with_two(run: RunCommand) -> None:
-    assert run("schema", "model").code == run("dance").code == run().code == 2
 
 
 # -- numbers
