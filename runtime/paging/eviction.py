@@ -330,6 +330,10 @@ class StagePieces(PagerPart):
         """A plan is followed from now on: after retries, everything leaves once, before a stage for which blocks make way."""
         self._anew = self._device.pieces is not None and self._device.retries > 0
 
+    def all_left(self) -> None:
+        """Everything has left that can: it need not do so again for the plan."""
+        self._anew = False
+
     def region_begins(self) -> None:
         """A compiled region begins."""
         self._thread = threading.get_ident()

@@ -116,6 +116,7 @@ class Stages(PagerPart):
     def _hold_alone(self, hold: Callable[[], None], what: str) -> None:
         """Call `_hold` when everything has left that can."""
         self._room.empty()
+        self._pieces.all_left()
         try:
             hold()
         except DeviceMemoryError as error:

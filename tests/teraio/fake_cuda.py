@@ -7,7 +7,9 @@ import ctypes
 import dataclasses
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,11 +17,9 @@ import torch
 
 from runtime.cuda import CudaStreams, drive_paths
 from runtime.cuda import streams as cuda_streams
-from runtime.system import CudaPinner
 from runtime.transfer import aligned
 from teraio.machine import Machine, Shared
 from teraio.machine import machine as cuda_machine
-from teraio.machine.budgets import resolve_budgets, seen_by_ranks
 from teraio.options import Options
 from teraio.ranks import RankGroup
 from teraio.registry import REGISTRY
@@ -27,6 +27,7 @@ from teraio.registry import REGISTRY
 CPU = torch.device("cpu")
 TOTAL_BYTES = 1 << 34
 MIB = 1 << 20
+UNSET = {"PYTORCH_CUDA_ALLOC_CONF": "", "expandable_segments": False}
 
 
 class Stream:
@@ -37,6 +38,9 @@ class Stream:
         pass
 
     def wait_event(self, event: Event) -> None:
+        pass
+
+    def record_event(self) -> None:
         pass
 
 
@@ -61,15 +65,18 @@ class FakeCuda:
     """Takes the place of the GPU's machine and of the driver for one test. Blocks of "the GPU" are CPU tensors.
 
     pins: whether host memory can be pinned. limits: shares of the memory that the allocator was limited to, in order.
-    retries: how often the allocator had to take free memory away.
-    loads: how often the device was kept busy for a measurement.
+    retries: how often the allocator had to take free memory away. settings: of the allocator, each time that they were changed.
+    refusals: what the driver answers to the next copies before it copies again.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pins = True
         self.limits = [1.0]
-        self.loads = self.retries = 0
-        self._streams = [Stream()]
+        self.retries = 0
+        self.settings: list[str] = []
+        self.refusals: list[int] = []
+        default = Stream()
+        self._current = ContextVar("stream", default=default)  # each thread has its own
         properties = SimpleNamespace(
             total_memory=TOTAL_BYTES, pci_domain_id=0, pci_bus_id=0xFF, pci_device_id=0x1F, name="made up", gcnArchName="made up"
         )
@@ -77,7 +84,8 @@ class FakeCuda:
             "Stream": Stream,
             "Event": Event,
             "stream": self._stream,
-            "current_stream": lambda device=None: self._streams[-1],
+            "current_stream": lambda device=None: self._current.get(),
+            "default_stream": lambda device: default,
             "current_device": lambda: 0,
             "get_device_properties": lambda device: properties,
             "get_device_name": lambda device: "made up",
@@ -92,11 +100,18 @@ class FakeCuda:
             "mem_get_info": lambda device: (TOTAL_BYTES, TOTAL_BYTES),
             "empty_cache": lambda: None,
             "set_sync_debug_mode": lambda mode: None,
+            "memory_snapshot": lambda include_traces: [],
+            "memory._record_memory_history": lambda what, **_: None,
+            "memory._snapshot": lambda device=None: {"device_traces": [[]], "allocator_settings": UNSET},
         }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self._streams[-1].cuda_stream, raising=False)
-        monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: True, raising=False)  # so that teraio records nothing
+            monkeypatch.setattr(f"torch.cuda.{name}", value)
+        for name, value in {
+            "clearCublasWorkspaces": lambda: None,
+            "getCurrentRawStream": lambda index: self._current.get().cuda_stream,
+            "isHistoryEnabled": lambda: False,
+        }.items():
+            monkeypatch.setattr(torch._C, f"_cuda_{name}", value, raising=False)
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", self.settings.append)
         made = CudaStreams.__init__
 
         def make(streams: CudaStreams, device: torch.device) -> None:
@@ -106,42 +121,46 @@ class FakeCuda:
         def device_memory(device: object, address: int, size_bytes: int) -> torch.Tensor:
             return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
 
-        def copy(stream: Stream, *, target: int, source: int, size_bytes: int) -> None:
+        def copy(target: int, source: int, size_bytes: int, stream: int) -> int:
+            if self.refusals:
+                return self.refusals.pop(0)
             ctypes.memmove(target, source, size_bytes)
+            return 0
+
+        def name_of(status: int, name: Any) -> None:
+            name._obj.value = b"MADE_UP"
 
         def buffer(copier: drive_paths.CudaCopier, size_bytes: int) -> torch.Tensor:
             return aligned(lambda size: torch.empty(size, dtype=torch.uint8), size_bytes)
 
         monkeypatch.setattr(CudaStreams, "__init__", make)
-        monkeypatch.setattr(cuda_streams, "copy_by_driver", copy)
+        driver = SimpleNamespace(cuMemcpyAsync=copy, cuGetErrorName=name_of, cuPointerGetAttribute=lambda *_: 1)
+        monkeypatch.setattr(cuda_streams, "_calls", lambda: driver)
         monkeypatch.setattr(cuda_streams, "device_memory", device_memory)
         monkeypatch.setattr(drive_paths.CudaCopier, "buffer", buffer)
-        refused = "CUDA error 1 (refused)"
-        monkeypatch.setattr(CudaPinner, "_register", lambda self_, address, size: None if self.pins else refused)
-        monkeypatch.setattr(CudaPinner, "_unregister", lambda self_, address: None)
-        monkeypatch.setattr(cuda_machine, "_grow_segments", lambda undo: None)
-        monkeypatch.setattr(cuda_machine, "computing", self._computing)
+        runtime = SimpleNamespace(
+            cudaHostRegister=lambda *_: 0 if self.pins else 1,
+            cudaHostUnregister=lambda _: 0,
+            cudaGetErrorString=lambda _: "refused",
+        )
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+        monkeypatch.setattr(drive_paths, "_SIDE", 8)
         monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, open_machine=open_machine))
         monkeypatch.setattr(REGISTRY, "shared", Shared())  # the paths of main memory lead nowhere here
 
     @contextlib.contextmanager
     def _stream(self, stream: Stream) -> Iterator[None]:
-        self._streams.append(stream)
+        before = self._current.set(stream)
         try:
             yield
         finally:
-            self._streams.remove(stream)
-
-    @contextlib.contextmanager
-    def _computing(self, device: torch.device) -> Iterator[None]:
-        self.loads += 1
-        yield
+            self._current.reset(before)
 
 
 def open_machine(
     options: Options, device: torch.device, shared: Shared, ranks: RankGroup | None, *, spare_bytes: int = MIB
 ) -> Machine:
     """The machine of the made-up GPU; what of a budget is kept free is scaled down with the models of the tests."""
-    budgets = resolve_budgets(options, *seen_by_ranks(options, torch.device("cuda", 0), ranks))
     with mock.patch.multiple(cuda_machine, _SPARE_BYTES=spare_bytes, _PAGE_BYTES=MIB):
-        return cuda_machine.open_cuda(options, budgets, CPU, shared)
+        return cuda_machine.open_machine(options, torch.device("cuda", 0), shared, ranks)

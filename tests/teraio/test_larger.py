@@ -278,6 +278,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "type": (lambda f: header(f, lambda h: h["layers.2.weight"].update(dtype="I32")), "is torch.int32"),
     "name": (lambda f: header(f, lambda h: h.update(new=h["layers.2.weight"])), "has new, and the model has not"),
     "lost": (lambda f: header(f, lambda h: h.pop("layers.2.weight")), "lacks layers.2.weight"),
+    "header": (lambda f: header(f, lambda h: h["layers.2.weight"].pop("dtype")), "its header cannot be read"),
+    "bytes": (lambda f: header(f, lambda h: h["layers.2.weight"].update(shape=[7])), r"is damaged: .* of shape \(7,\)"),
     "two": (lambda f: (f / "model.safetensors.index.json").unlink(), "has 3 safetensors files and no"),
 }
 

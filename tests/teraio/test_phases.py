@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,13 +96,15 @@ class Rig:
             self.training.stage_seconds = [each] * STAGES
             self.run()
 
-    def run(self, count: int = 1, *, compiled: bool = False, evaluated: bool = False, updated: bool = False) -> Phase:
-        """Iterations; `evaluated`: with a region that the plan has not got; `updated`: with an update alone."""
+    def run(
+        self, count: int = 1, *, compiled: bool = False, evaluated: bool = False, updated: bool = False, **fields: Any
+    ) -> Phase:
+        """Iterations; `evaluated`: with a region that the plan has not got; `updated`: an update alone; `fields`: changed."""
         for _ in range(count):
             if evaluated:
                 self.evaluate()
             iteration = self._update() if updated else self.training.iteration()
-            self.phase = self.phase.iteration_ended(iteration, compiled=compiled)
+            self.phase = self.phase.iteration_ended(replace(iteration, **fields), compiled=compiled)
         return self.phase
 
     def evaluate(self) -> None:
@@ -139,6 +142,12 @@ def test_equal_iterations_in_a_row_make_a_trace(monkeypatch: pytest.MonkeyPatch,
     assert isinstance(rig.run(2), ProfilePhase)
     assert isinstance(rig.run(4, updated=True), ProfilePhase)
     assert "only an optimizer stepped" in str(rig.phase.waiting_for)
+    for fields, why in (
+        ({"regions": []}, "no compiled graph"),
+        ({"truncated": True}, "too long"),
+        ({"timed": False}, "not timed"),
+    ):
+        assert isinstance(rig.run(**fields), ProfilePhase) and why in str(rig.phase.waiting_for)
     assert isinstance(rig.run(2), ProfilePhase) and rig.context.findings.profile is None
     assert isinstance(rig.run(), FitsPhase)
     found = rig.context.findings

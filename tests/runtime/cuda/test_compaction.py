@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from runtime.cuda.compaction import Chunk, Layout, gather, history_of, serve
+from runtime.cuda.compaction import Chunk, Layout, history_of
+from runtime.cuda.streams import AllocatorPieces
+from runtime.device import DeviceMemoryError
 
 from ...thoroughness import by_profile
 
 UNIT = 512
 GAP = 1000 * UNIT
+COMPUTE = {"device": 0, "stream": 1, "segment_type": "large", "segment_pool_id": (0, 0), "is_expandable": True}
+ELSEWHERE = [{"device": 1, "stream": 2}, {"segment_type": "small"}, {"segment_pool_id": (0, 1)}]  # serves no stage
 
 
 class Held:
@@ -33,7 +39,8 @@ class Held:
 
 
 class BestFit:
-    """A pool of ranges with gaps between. It hands out the smallest free range that is large enough, at its begin.
+    """A pool of ranges with gaps between. It hands out the smallest free range that is large enough, at its begin. If none is,
+    it takes memory for the first gap that is, up to `limit_bytes` in all.
 
     retries: requests that found no free range. blocks, content: the bytes of blocks and what is in them, by address. leaving: the
     addresses of those that let go of their memory where they are asked to, in this order.
@@ -42,6 +49,8 @@ class BestFit:
     def __init__(self, runs: Sequence[Sequence[int]]) -> None:
         """runs: the ranges that follow each other, in units: negative ones are free."""
         self.retries = 0
+        self.limit_bytes, self.in_region, self.expandable = 0, True, True
+        self.device = torch.device("cuda", 0)
         self.blocks: dict[int, int] = {}
         self.leaving: list[int] = []
         self.content: dict[int, str] = {}
@@ -56,6 +65,12 @@ class BestFit:
                     self.blocks[address], self.content[address] = chunk.size_bytes, f"{number} {address}"
                 address = chunk.end
             address += GAP
+        streams: Any = self
+        self.pieces = AllocatorPieces(streams, mock.Mock(cuda_stream=1))
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(chunk.size_bytes for chunk in self._chunks)
 
     def segments(self) -> Sequence[Mapping[str, Any]]:
         runs: list[list[Chunk]] = []
@@ -63,20 +78,34 @@ class BestFit:
             if not runs or runs[-1][-1].end != chunk.address:
                 runs.append([])
             runs[-1].append(chunk)
-        return [{"blocks": [_as_block(chunk) for chunk in run]} for run in runs]
+        blocks = [[_as_block(chunk) for chunk in run] for run in runs]
+        own = [{"address": run[0]["address"], "total_size": sum(each["size"] for each in run), "blocks": run} for run in blocks]
+        others = [{**other, "address": 0, "total_size": 0, "blocks": [_as_block(Chunk(0, GAP, True))]} for other in ELSEWHERE]
+        return [{**COMPUTE, "is_expandable": self.expandable, **each} for each in (*own, *others)]
 
     def allocate(self, size_bytes: int) -> Any:
         size = -(-size_bytes // UNIT) * UNIT
-        fitting = [chunk for chunk in self._chunks if chunk.free and chunk.size_bytes >= size]
+        fitting = [chunk for chunk in self._chunks if chunk.free and chunk.size_bytes >= size] or self._taken(size)
         if fitting:
             chunk = min(fitting, key=lambda chunk: (chunk.size_bytes, chunk.address))
         else:
             self.retries += 1
-            raise MemoryError
+            raise DeviceMemoryError
         left = Chunk(chunk.address + size, chunk.size_bytes - size, True)
         place = self._chunks.index(chunk)
         self._chunks[place : place + 1] = [Chunk(chunk.address, size, False), *([left] if left.size_bytes else [])]
         return Held(self, chunk.address, size_bytes)
+
+    def _taken(self, size: int) -> list[Chunk]:
+        for place, chunk in enumerate(self._chunks):
+            last = place + 1 == len(self._chunks)
+            more = size - chunk.size_bytes * chunk.free
+            gap = self.limit_bytes if last else self._chunks[place + 1].address - chunk.end
+            if gap and more <= gap and self.reserved_bytes + more <= self.limit_bytes:
+                self._chunks.insert(place + 1, Chunk(chunk.end, more, False))
+                self.free(chunk.end)
+                return [each for each in self._chunks if each.free and each.size_bytes >= size]
+        return []
 
     def free(self, address: int) -> None:
         layout = Layout([])
@@ -108,25 +137,27 @@ class BestFit:
         self.leaving = [addresses[position] for position in leaving]
         staying = {addresses[position] for position in (*stay, *leaving)}
         before = {text for address, text in self.content.items() if address not in self.leaving}
-        if serve(self.segments(), [unit * UNIT for unit in units]):
-            return self.has(*units)
-        gather(
-            self,
-            [unit * UNIT for unit in units],
-            lambda: {address: size for address, size in self.blocks.items() if address not in staying},
-            self.move,
-            self.let_go,
-        )
+        self.ask([unit * UNIT for unit in units], staying)
         assert before <= set(self.content.values()) and not self.retries
         assert staying - {addresses[position] for position in leaving} | set(self.leaving) <= set(self.blocks)
         used = {chunk.address: chunk.size_bytes for chunk in self._chunks if not chunk.free}
         assert used == {address: -(-size // UNIT) * UNIT for address, size in self.blocks.items()}, "nothing stays held"
         return self.has(*units)
 
+    def ask(self, history: Sequence[int], staying: Container[int] = ()) -> bool:
+        """Return whether none had to make way."""
+
+        def movable() -> dict[int, int]:
+            return {address: size for address, size in self.blocks.items() if address not in staying}
+
+        with mock.patch.object(torch.cuda, "memory_snapshot", lambda include_traces: self.segments()):
+            return self.pieces.gather(history, movable, self.move, self.let_go)
+
     def has(self, *units: int) -> bool:
+        self.limit_bytes = 0
         try:
             held = [self.allocate(unit * UNIT) for unit in units]
-        except MemoryError:
+        except DeviceMemoryError:
             self.retries = 0
             return False
         return bool(held)
@@ -158,10 +189,7 @@ def test_what_may_not_move_stays_and_neighbours_of_a_gap_are_no_neighbours() -> 
     assert not BestFit([[-4, 2, -4]]).gather(8, stay=[0])
     assert not BestFit([[-4], [-4]]).gather(8)
     assert not BestFit([[-4, 6, -4]]).gather(8), "there is no place for what would have to go"
-
-
-def test_where_it_goes_otherwise_than_foreseen_the_pool_has_not_to_look_for_memory() -> None:
-    assert not BestFit([[9, -3, 3, 6, -8, 8, -3]]).gather(13)
+    assert not BestFit([[9, -3, 3, 6, -8, 8, -3]]).gather(13), "it goes otherwise than foreseen"
 
 
 def test_where_there_is_no_way_what_leaves_lets_go() -> None:
@@ -226,7 +254,20 @@ def test_smaller_pieces_that_come_first_do_not_take_the_place_of_larger_ones() -
     pool = BestFit([[-8, 2, -4]])
     before = dict(pool.content)
     history = [8 * UNIT, -1, 4 * UNIT, 4 * UNIT, 4 * UNIT]
-    assert serve(pool.segments(), history), "what is freed serves again"
-    gather(pool, history, lambda: dict(pool.blocks), pool.move, pool.let_go)
+    assert pool.ask(history), "what is freed serves again"
     assert pool.content == before
-    assert not serve(pool.segments(), [*history, UNIT])
+    assert not pool.ask([*history, UNIT])
+
+
+@pytest.mark.parametrize(
+    ("settings", "filled"),
+    [({}, True), ({"limit_bytes": 0}, False), ({"in_region": False}, False), ({"expandable": False}, False)],
+)
+def test_gaps_are_filled_with_what_the_limit_leaves(settings: dict[str, Any], filled: bool) -> None:
+    """The pieces that are free elsewhere come first. What the gaps leave comes after all others."""
+    pool = BestFit([[2, -4], [-5, 2], [-6, 1], [-3, 1]])
+    more = (128 << 20) // UNIT
+    pool.limit_bytes = pool.reserved_bytes + (64 << 20) + more * UNIT
+    for name, value in settings.items():
+        setattr(pool, name, value)
+    assert pool.gather(4 + 1000 + 5, 1000 + 6, 1000 + 3, more - 3000) == filled

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from planner.errors import StorageError, UnsupportedError
-from runtime.cuda import cuda_candidates, streams
+from runtime.cuda import CudaMemory, cuda_candidates, streams
 from runtime.cuda.drive_paths import CudaCopier
 from runtime.storage import ALIGNMENT_BYTES
 from runtime.storage import kvikio as kvikio_file
@@ -79,6 +79,15 @@ def test_bytes_go_from_source_to_target_and_only_the_copy_is_waited_for(
     assert torch.equal(target, expected)
 
 
+def test_memory_of_the_device_is_copied_by_a_buffer_of_the_thread(
+    log: list[tuple[str, Stream | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaCopier, "buffer", lambda copier, size: torch.zeros(size, dtype=torch.uint8))
+    device, of_device = memory(), CudaMemory(torch.device("cuda", 0), load=contextlib.nullcontext)
+    for size in (4096, 100, SIZE):
+        assert of_device.bytes_at(device.data_ptr(), size) == bytes(device[:size].numpy())
+
+
 def test_each_thread_copies_in_a_stream_of_its_own(log: list[tuple[str, Stream | None]]) -> None:
     copier = CudaCopier(torch.device("cuda"))
     buffer, device = memory(), memory()
@@ -133,13 +142,10 @@ def kvikio_candidate(folder: Path, module: FakeKvikio, monkeypatch: pytest.Monke
     return kvikio
 
 
-@pytest.mark.parametrize("forced", ["auto", "kvikio"])
-def test_direct_storage_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forced: str) -> None:
-    store = kvikio_candidate(tmp_path, FakeKvikio(compatible_only=False), monkeypatch, forced).open()
-    store.close()
-
-
-def test_the_compatibility_mode_must_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_storage_is_a_path_and_the_compatibility_mode_must_be_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kvikio_candidate(tmp_path, FakeKvikio(compatible_only=False), monkeypatch, "auto").open().close()
     module = FakeKvikio()
     candidate = kvikio_candidate(tmp_path, module, monkeypatch, "auto")
     with pytest.raises(UnsupportedError, match=r"compatibility mode .* would wait for stages; give storage_path='kvikio'"):

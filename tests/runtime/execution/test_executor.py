@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from runtime.execution import WorkspaceMeter, run_managed, run_plain
 from runtime.paging import Block, Pager, State
 
 from ..memory_mover import UNIT, Bench
-from .programs import MIB, WIDTH, Recorder, chain, filled, managed, program, stage
+from .programs import WIDTH, Recorder, chain, filled, managed, program, stage
 
 
 @pytest.mark.parametrize("budget", [None, 3, 4, 5])
@@ -236,29 +236,6 @@ def test_interleaved_stages_that_fail_leave_nothing_held() -> None:
 
 
 # -- how much memory a stage needs: estimated, then measured
-
-
-def temporary(count: int) -> Callable[..., tuple[torch.Tensor]]:
-    def run(values: list[Any]) -> tuple[torch.Tensor]:
-        source = values.pop()
-        others = [source + 1 for _ in range(count)]
-        return (others[0] * 2,)
-
-    return run
-
-
-def test_a_workspace_is_measured() -> None:
-    meter = WorkspaceMeter(CpuMemory())
-    base = stage("x", lambda a: (a,), (0,), (1,))
-    big = replace(base, run=temporary(3), output_bytes=MIB, workspace_bytes=7)
-    assert meter.workspace_bytes(big) == 7
-    source = torch.ones(MIB // 4)
-    with meter.watching(big):
-        big.run([source])
-    assert 3 * MIB <= meter.workspace_bytes(big) < 3 * MIB + MIB // 16, "the copies, and what the allocator adds"
-    with meter.watching(big):
-        big.run([torch.ones(1)])
-    assert meter.workspace_bytes(big) >= 3 * MIB, "the largest counts"
 
 
 class Counter:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from planner.errors import BudgetError, StorageError, StorageFullError, StorageIOError
+from planner.errors import StorageError, StorageFullError, StorageIOError
 from runtime.device import CpuDevice
 from runtime.paging import Block, Pager, State
 
@@ -71,19 +71,6 @@ def test_copies_are_exposed_while_the_training_thread_waits_and_hidden_else() ->
     busy["out"] += 5.0
     bench.mover.finish_all()
     assert bench.pager.account.exposed_seconds == {"out": 3.0, "in": 3.0}, "nobody waited for this one"
-
-
-def test_a_budget_that_one_stage_does_not_fit_in() -> None:
-    bench = Bench(6 * UNIT)
-    bench.pager.account.fixed_bytes = UNIT
-    first, second = bench.make("first", 2), bench.make("second", 2)
-    with pytest.raises(BudgetError) as raised:
-        bench.pager.acquire([first, second], 3 * UNIT, "forward/big")
-    assert raised.value.smallest_bytes == 8 * UNIT
-    assert raised.value.stage == "forward/big"
-    assert first.pins == second.pins == 0
-    bench.pager.acquire([first], 3 * UNIT, "smaller")
-    assert second.state is State.OFFLOADED
 
 
 def test_no_mover_and_no_room() -> None:
@@ -154,17 +141,6 @@ def test_prefetches_wait_for_room_in_order() -> None:
     assert [copy.block for copy in bench.mover.flying] == [first, second, third]
     bench.mover.finish_all()
     assert bench.pager.account.used_bytes == 8 * UNIT == bench.pager.account.peak_bytes
-
-
-def test_a_prefetch_does_not_take_the_room_of_the_running_stage() -> None:
-    bench = Bench(4 * UNIT)
-    block = evicted(bench, bench.make("w", 2))
-    bench.pager.acquire([], 3 * UNIT, "stage", then_fetch=[block])
-    assert not bench.mover.flying
-    bench.pager.retire([], [])
-    bench.run()
-    bench.pager.prefetch(block)
-    assert bench.mover.flying
 
 
 @pytest.mark.parametrize("end", ["dead", "resized"])

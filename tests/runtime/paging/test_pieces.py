@@ -8,9 +8,10 @@ from collections.abc import Callable, MutableMapping, Sequence
 import pytest
 import torch
 
+from runtime.device import DeviceMemoryError
 from runtime.paging import Block, State
 
-from ..memory_mover import UNIT, Bench
+from ..memory_mover import UNIT, Bench, evicted
 
 
 class ListedPieces:
@@ -97,9 +98,7 @@ def test_blocks_make_way_for_a_large_one_that_comes_back(bench: Bench) -> None:
     large, small = bench.make("large", 8), bench.make("small", 2)
 
     def comes_back(block: Block) -> list[Sequence[int]]:
-        bench.pager.offload(block)
-        bench.mover.finish_all()
-        assert block.state is State.OFFLOADED
+        evicted(bench, block)
         bench.device.pieces.gathered.clear()
         thread = threading.Thread(target=bench.pager.prefetch, args=(block,)) if in_a_thread else None
         thread.start() if thread else bench.pager.prefetch(block)
@@ -126,7 +125,7 @@ def test_blocks_make_way_for_a_large_one_that_comes_back(bench: Bench) -> None:
 
 
 def test_everything_leaves_once_when_a_plan_begins_after_retries(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.make("resting", 2)
+    resting = bench.make("resting", 2)
     emptied: list[str] = []
     monkeypatch.setattr(bench.device, "give_back_memory", lambda: emptied.append("once"))
     bench.pager.plan_begins()
@@ -138,3 +137,7 @@ def test_everything_leaves_once_when_a_plan_begins_after_retries(bench: Bench, m
     for _ in range(6):
         stage(bench)
     assert emptied == ["once"]
+    bench.pager.plan_begins()
+    bench.mover.refuse = DeviceMemoryError("no memory for a block that comes back")
+    stage(bench, "stage", evicted(bench, resting))
+    assert emptied == ["once"] * 2, "everything has left for that block already"

@@ -91,9 +91,9 @@ class AnySequence:
 
     # -- stages
 
-    def fits(self, blocks: Sequence[Block], new_bytes: int) -> bool:
+    def needed(self, blocks: Sequence[Block], new_bytes: int) -> int:
         stay = {b for b in self.blocks.values() if b.span is None} | set(blocks)
-        return sum(b.size_bytes for b in stay) + new_bytes + self.pager.account.fixed_bytes <= self.budget
+        return sum(b.size_bytes for b in stay) + new_bytes + self.pager.account.fixed_bytes
 
     def stage(self) -> None:
         names = self.pick(3)
@@ -109,14 +109,14 @@ class AnySequence:
             fetch = [self.blocks[name] for name in self.pick(2)]
             self.pager.acquire(blocks, new_bytes, "stage", then_fetch=fetch)
         except BudgetError as error:
-            assert not self.fits(blocks, new_bytes), error
+            assert self.budget < error.smallest_bytes == self.needed(blocks, new_bytes), error
             self.seen["refused"] += 1
             return
         except StorageError:
             assert self.failures, "an error out of nowhere"
             self.seen["failed"] += 1
             return
-        assert self.fits(blocks, new_bytes)
+        assert self.needed(blocks, new_bytes) <= self.budget
         self.allowed = self.budget
         self.run(names, blocks, units)
 

@@ -45,26 +45,15 @@ def three(source: Path, short: bool = False) -> int:
     return int(native.load(source, FUNCTIONS, purpose="the test", short=short).three())
 
 
-def test_it_is_compiled_once(source: Path, builds: list[list[str]]) -> None:
-    assert [three(source, short) for short in (False, True, False)] == [3, 3, 3]
-    assert len(builds) == 1
-    source.write_text(TEXT.replace("3", "4"))
-    assert three(source) == 4, "another text is another library"
-
-
-def test_another_torch_in_the_same_place_gets_a_build_of_its_own(
-    source: Path, builds: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    three(source)
-    monkeypatch.setattr(torch, "__version__", "2.999.0")
-    three(source)
-    assert len(builds) == 2
-
-
-def test_threads_that_need_it_at_once_get_one_build(source: Path, builds: list[list[str]]) -> None:
+def test_it_is_compiled_once(source: Path, builds: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where two threads need it at once. Another text, or another torch in the same place, gets a build of its own."""
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(three, [source] * 2)) == [3, 3]
-    assert len(builds) == 1
+    assert [three(source, short) for short in (True, False)] == [3, 3] and len(builds) == 1
+    source.write_text(TEXT.replace("3", "4"))
+    assert three(source) == 4 and len(builds) == 2
+    monkeypatch.setattr(torch, "__version__", "2.999.0")
+    assert three(source) == 4 and len(builds) == 3
 
 
 def test_a_build_that_was_ended_is_done_again(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,37 +82,24 @@ def test_an_error_inside_undoes_what_was_begun_inside() -> None:
         pass
 
 
-def test_a_handler_that_does_not_raise_is_called_and_what_runs_goes_on() -> None:
+def test_a_handler_that_does_not_raise_is_called_and_what_runs_goes_on_and_signals_without_one_are_left_alone() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
         with uninterrupted():
             signal.raise_signal(signal.SIGUSR1)
-            assert not heard
+            assert not heard and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
             checkpoint()
             assert heard == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_signals_without_a_handler_in_python_are_left_alone() -> None:
-    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-    with uninterrupted():
-        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-
-
-def test_a_handler_that_the_program_sets_inside_stays() -> None:
-    with uninterrupted():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def test_a_handler_that_the_program_replaces_inside_and_sets_again_is_its_own() -> None:
+def test_a_handler_that_the_program_sets_inside_stays_and_what_it_sets_again_is_its_own() -> None:
     """What it gets for its handler is teraio's, which stands in for it."""
     with uninterrupted():
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, before)
+    assert signal.signal(signal.SIGINT, before) is signal.SIG_IGN
     with pytest.raises(KeyboardInterrupt):
         press_ctrl_c()
     with uninterrupted():
@@ -176,10 +163,11 @@ class Loop:
         self.itself = self
 
 
-def test_only_what_was_there_before_is_passed_over(unfrozen: None) -> None:
+def test_only_what_was_there_before_is_passed_over_and_garbage_is_collected_first(unfrozen: None) -> None:
     collector = QuietCollector()
-    old = Loop()
+    old, garbage = Loop(), weakref.ref(Loop())
     collector.begin()
+    assert garbage() is None
     new = Loop()
     of_old, of_new = weakref.ref(old), weakref.ref(new)
     del old, new
@@ -188,12 +176,6 @@ def test_only_what_was_there_before_is_passed_over(unfrozen: None) -> None:
     collector.end()
     gc.collect()
     assert of_old() is None and not frozen()
-
-
-def test_garbage_is_collected_first(unfrozen: None) -> None:
-    garbage = weakref.ref(Loop())
-    QuietCollector().begin()
-    assert garbage() is None
 
 
 @pytest.mark.parametrize("decided", ["disabled", "frozen"])
@@ -214,7 +196,7 @@ def test_a_program_that_has_decided_itself_is_left_alone(decided: str, unfrozen:
     assert threading.get_ident() not in callers
 
 
-def test_what_python_never_frees_is_not_taken_for_frozen(unfrozen: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_sees_frozen_objects_and_takes_none_for_frozen(unfrozen: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.12 counts 375 objects that nobody has frozen."""
     with monkeypatch.context() as patch:
         patch.setattr(gc, "get_freeze_count", lambda: 375)
@@ -222,12 +204,6 @@ def test_what_python_never_frees_is_not_taken_for_frozen(unfrozen: None, monkeyp
         assert any(each is old for each in all_objects(type(old))) and any(each is old for each in gc.get_objects())
         QuietCollector().begin()
     assert frozen() and not any(each is old for each in gc.get_objects())
-
-
-def test_a_search_through_all_objects_sees_the_frozen_ones(unfrozen: None) -> None:
-    old = Loop()
-    QuietCollector().begin()
-    assert not any(each is old for each in gc.get_objects())
     assert any(each is old for each in all_objects(type(old)))
     assert frozen() and not any(each is old for each in gc.get_objects())
 

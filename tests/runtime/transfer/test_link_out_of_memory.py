@@ -55,11 +55,12 @@ def _use(injector: Injector, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(threading, "excepthook", lambda args: None)  # it is told by the link as well
+        before = threading.gettrace()
         threading.settrace(injector.trace)
         try:
             link = link_over(_move, (0, 1), threads=1, stuck_after_seconds=30)
         finally:
-            threading.settrace(None)  # type: ignore[arg-type]  # what `sys.settrace` takes as well
+            threading.settrace(before)  # type: ignore[arg-type]  # what `sys.settrace` takes as well
 
         def send(name: str, chunks: int) -> Transfer:
             where = slot(name, chunks * CHUNK, extents=chunks, drives=(0, 1))

@@ -313,6 +313,12 @@ def test_all_known_machines_are_whole(tmp_path: Path) -> None:
         (nn.Linear(2, 2), {}, teraio.OptionsError, "a model was given without inputs"),
         (nn.Linear(2, 2), {"inputs": (torch.zeros(2, 2),)}, teraio.OptionsError, "neither a loss nor something with a loss"),
         (training, {"hardware": "abacus"}, teraio.OptionsError, "wanted one of a100, h100"),
+        (training, {"name": "a" * 9999}, teraio.OptionsError, "a name of 9,999 characters"),
+        (training, {"tokens": 0}, teraio.OptionsError, "found tokens=0, wanted how many a step processes: 1 or more"),
+        (training, {"lengths": (9, 9)}, teraio.OptionsError, r"found lengths=\(9, 9\), wanted the shortest, 2 or more"),
+        (nn.Linear(2, 2), {"lengths": (2, 9)}, teraio.OptionsError, "lengths need a function"),
+        (training, {"inputs": ()}, teraio.OptionsError, "inputs belong to a model"),
+        (lambda: None, {}, teraio.OptionsError, "the function returns NoneType, wanted a function that does one step"),
     ],
 )
 def test_what_a_capture_refuses(what: Any, given: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -328,7 +334,8 @@ def test_the_command_writes_a_trace_that_can_be_planned(run: RunCommand, tmp_pat
 
 
 def test_a_wrong_target(run: RunCommand, tmp_path: Path) -> None:
-    for target, message in (("nonsense", "wanted MODULE:FUNCTION"), ("no_such_module:training", "No module named")):
+    refusals = {"nonsense": "wanted MODULE:FUNCTION", "no_such_module:training": "No module named", "json:x": "has no function"}
+    for target, message in refusals.items():
         assert message in run("capture", target, "-o", tmp_path / "trace.json").err
 
 

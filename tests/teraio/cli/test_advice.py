@@ -161,8 +161,10 @@ def test_a_step_is_divided_by_one_trace_of_many_sizes_and_by_several_traces() ->
     found = ADVISER.divide([of_sizes(), one], TIGHT, step=11, unit="samples")
     assert found.trace_name == "training, one"
     assert {each.what for each in found.answers} == {"11 x 1 samples, pass by pass", "11 x 1 samples, layer by layer"}
-    with pytest.raises(planner.OptionsError, match=r"a step of 8,500 tokens is no multiple .* 8,000 \(training\)"):
-        ADVISER.divide([of_sizes()], TIGHT, step=8500)
+    with pytest.raises(planner.OptionsError, match=r"a step of 8,500 tokens is no multiple .* 8,000 \(training\), 4,000 \(one\)"):
+        ADVISER.divide([of_sizes(), one.rebuilt(work=Work(tokens=4000))], TIGHT, step=8500)
+    with pytest.raises(planner.OptionsError, match="trace one does not say how many tokens an iteration processes"):
+        ADVISER.divide([one], TIGHT, step=8500)
 
 
 def test_the_command_finds_the_geometry(run: RunCommand, tmp_path: Path) -> None:
@@ -228,7 +230,10 @@ def test_layer_by_layer_all_passes_use_a_parameter_one_after_the_other() -> None
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
+    rooted = staged(["forward/root", "backward/root", "optimizer/0"])
+    mixed, whole = (trace(each, [block(8, [0], [1])]).rebuilt(work=Work(tokens=1)) for each in (staged("fbobo"), rooted))
     with pytest.raises(planner.UnsupportedError, match="updated between the stages of a pass"):
-        with_passes(trace(staged("fbobo"), [block(8, [0], [1])]), 2)
+        ADVISER.divide([mixed], TIGHT, step=2)
     with pytest.raises(planner.UnsupportedError, match="do not tell layers apart"):
-        with_passes(trace(staged(["forward/root", "backward/root", "optimizer/0"]), [block(8, [0], [1])]), 2, "layer by layer")
+        with_passes(whole, 2, "layer by layer")
+    assert [each.what for each in ADVISER.divide([whole], TIGHT, step=2).answers] == ["2 x 1 tokens, pass by pass"]

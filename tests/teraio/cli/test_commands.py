@@ -149,6 +149,7 @@ def test_schema_help_and_version(run: RunCommand) -> None:
     assert all(f"│ {command} " in helped.out for command in ("plan", "simulate", "sweep", "inspect", "schema"))
     assert run("--version") == Result(0, f"teraio {teraio.__version__}\n", "")
     assert "--device" in run("plan", "--help").out
+    assert run("schema", "model").code == run("dance").code == run().code == 2
 
 
 # -- terminals and pipes
@@ -187,8 +188,9 @@ def test_an_output_that_is_full() -> None:
 def test_a_terminal_that_lacks_characters(tmp_path: Path) -> None:
     path = tmp_path / "named.json"
     path.write_text(json.dumps({**json.loads(CHAIN_FILE.read_text()), "name": "模型"}))
-    done = in_a_process("-m", "teraio.cli", "inspect", str(path), env={**os.environ, "PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0, done.stderr
+    terminal = {"PYTHONIOENCODING": "ascii", "FORCE_COLOR": "1", "TERM": "dumb"}
+    done = in_a_process("-m", "teraio.cli", "inspect", str(path), env={**os.environ, **terminal})
+    assert done.returncode == 0 and "reading the trace" not in done.stderr, "which moves there is one line that goes"
     assert fact(done.stdout, "trace") == "??"
 
 
@@ -271,9 +273,12 @@ PLAN = ["plan", "--device", "20"]
         ([*PLAN, "--host", "0.5"], "option --host: found '0.5'"),
         ([*PLAN, "--policy", "luck"], "policy 'luck' is not known; the policies are: ilp, offload-only, checkpoint, teraio"),
         ([*PLAN, "--time-limit", "0"], "option --time-limit: found 0.0"),
+        ([*PLAN, "--threads", "0"], "option --threads: found 0"),
+        ([*PLAN, "--write-weight", "inf"], "option --write-weight: found inf"),
         ([*PLAN, "-o", "/nowhere/plan.json"], "there is no directory /nowhere; create it first"),
         (["sweep", "--device", "20"], "wanted LOWEST:HIGHEST:COUNT"),
         (["sweep", "--device", "10:20:1"], "with a count from 2 to 1000"),
+        (["sweep", "--device", "20:10:2"], "20 is not less than 10"),
         (["inspect", "--trace", str(CHAIN_FILE)], "is a trace itself"),
     ],
 )
@@ -282,10 +287,6 @@ def test_wrong_usage_ends_with_two(run: RunCommand, arguments: list[str], messag
     result = run(command, CHAIN_FILE, *options)
     assert (result.code, result.out) == (2, "")
     assert message in result.err and "Traceback" not in result.err
-
-
-def test_what_is_no_command_ends_with_two(run: RunCommand) -> None:
-    assert run("schema", "model").code == run("dance").code == run().code == 2
 
 
 # -- numbers

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from planner.errors import UnsupportedError
-from runtime.system import CudaPinner, storage_swap
+from runtime.system import storage_swap
 from teraio.capturing import MachineDescription
 from teraio.cli.doctor import Examination, Finding, examine
 
+from ...runtime.memory import refuse_direct_io
 from ..conftest import RunCommand
+from ..fake_cuda import FakeCuda
 from ..traces import fact
 
 CPU = torch.device("cpu")
@@ -55,18 +60,30 @@ def test_without_a_compiler_or_the_gpu_of_its_pytorch(monkeypatch: pytest.Monkey
     assert gpu.verdict == "missing" and "nvidia-smi" in gpu.remedy
 
 
-def test_host_memory_that_the_driver_does_not_pin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaPinner, "_register", lambda *_: "CUDA error 304 (not permitted)")
+@pytest.mark.parametrize("pins", [True, False])
+def test_a_gpu_and_host_memory_that_its_driver_pins_or_not(pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch).pins = pins
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    (pinned,) = named(examine([], CPU), "pinned memory")
-    assert pinned.verdict == "slow" and "error 304" in pinned.found and "ulimit -l" in pinned.remedy
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = examine([], CPU)
+    (gpu,), (kvikio,), (pinned,) = (named(found, what) for what in ("GPU 0", "KvikIO", "pinned memory"))
+    assert gpu.found == "made up, 16.0 GiB, 16.0 GiB free"
+    assert kvikio.verdict == "ok" or kvikio.remedy == "pip install kvikio-cu13"
+    assert pinned.verdict == "ok" if pins else "error 1" in pinned.found and "ulimit -l" in pinned.remedy
 
 
-def test_this_machine_is_described_for_captures(run: RunCommand, tmp_path: Path) -> None:
+def test_this_machine_is_described_for_captures(run: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here one whose drives are main memory, and whose processor has nothing else to do."""
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [SimpleNamespace(mountpoint="/", fstype="tmpfs")])
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    refuse_direct_io(monkeypatch)
     path = tmp_path / "machine.json"
     done = run("doctor", "--device", "cpu", "--storage", tmp_path, "--hardware-out", path)
     assert done.code == 0, done.err
+    told = " ".join(done.out.split())
+    assert "the file system is tmpfs: it is memory, not a drive" in told and "it is busy" not in told
+    assert "the path 'posix' is not used" in told and "give a directory on a file system with direct I/O" in told
     assert fact(done.out, "written") == str(path)
     described = MachineDescription.load(path)
     assert {"float32", "bfloat16"} <= described.flops_per_second.keys()

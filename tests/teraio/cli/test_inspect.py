@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -247,11 +248,13 @@ def test_a_plan_at_each_length(run: RunCommand, trace_file: Path, tmp_path: Path
         ("often", "neither a file nor a list"),
         ("FILE:5 many", "line 1 is '5 many', wanted a length and how often it occurs"),
         ("FILE:5 0", "no length is in it"),
+        ("FILE:\udcff", "cannot be read as a histogram of lengths"),
+        (",".join(map(str, range(1, 1001))), "found 1,000 lengths, at most"),
     ],
 )
 def test_bad_lengths_are_one_line(run: RunCommand, trace_file: Path, tmp_path: Path, lengths: str, message: str) -> None:
     if lengths.startswith("FILE:"):
-        (tmp_path / "lengths.txt").write_text(lengths.removeprefix("FILE:"))
+        (tmp_path / "lengths.txt").write_bytes(os.fsencode(lengths.removeprefix("FILE:")))
         lengths = str(tmp_path / "lengths.txt")
     found = run("plan", trace_file, "--device", "20", "--lengths", lengths)
     assert found.code in (1, 2) and message in found.err and found.err.count("\n") == 1

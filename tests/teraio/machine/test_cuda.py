@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import teraio
-from runtime.cuda import CudaStreams
-from runtime.device import DeviceMemoryError
+from runtime.cuda import CudaStreams, measure_host_links
+from runtime.device import OUTWARD, DeviceMemoryError
 from runtime.execution import executor
+from runtime.storage import HostStore
 from runtime.transfer import Engine
 from teraio.registry import REGISTRY
 from teraio.stages import CutPolicy
@@ -91,6 +92,8 @@ def test_the_same_bits_within_the_budget(tmp_path: Path, cuda: FakeCuda, case: C
     assert REGISTRY.runs() == ()
     assert set(cuda.limits[1::2]) == {(budget - MIB) / TOTAL_BYTES}, "in regions"
     assert set(cuda.limits[::2]) == {1.0}, "user code, and the end, may take more"
+    grown, usual = (f"expandable_segments:{grow},large_segment_size_mb:{size}" for grow, size in ((True, 16), (False, 20)))
+    assert cuda.settings == [grown, usual, ""], "as they were, in the end"
 
 
 @pytest.mark.parametrize(("tiers", "fused"), [("host", False), ("storage", True)])
@@ -155,7 +158,7 @@ def test_what_cannot_be_pinned_is_out_of_reach_of_kernels(cuda: FakeCuda) -> Non
     assert seen
 
 
-def test_memory_that_is_not_in_one_piece_costs_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_in_one_piece_costs_time_only(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     """Now and then a stage, or a block that comes back, finds no memory until everything else has left and is given back."""
     wanted, peak = reference(ADAM)
     draw = random.Random(0)
@@ -173,6 +176,7 @@ def test_memory_that_is_not_in_one_piece_costs_time_only(monkeypatch: pytest.Mon
         if not crumbled[0] and sure[0] < 0 and draw.random() < 0.05:
             crumbled[0], crumbled[2] = True, crumbled[2] + 1
         if crumbled[0]:
+            cuda.retries += 1
             raise DeviceMemoryError("no memory in one piece")
         return allocate(streams, size_bytes)
 
@@ -227,3 +231,34 @@ def test_what_stages_had_in_a_stream_of_their_own_is_given_back_where_everything
     monkeypatch.setattr(CudaStreams, "give_back_memory", lambda streams: phases.extend(s.phase for s in teraio.status()))
     found = train(PLAIN, {}, device=CPU, scale=SCALE)
     assert found.progress[-1].phase == "fits" and phases == ["profile"], "once, when the profile has ended"
+
+
+def test_a_copy_that_the_driver_refuses_names_the_memory_that_it_was_for(cuda: FakeCuda) -> None:
+    streams = CudaStreams(CPU)
+    source, target = (torch.full((64,), value, dtype=torch.uint8) for value in (7, 0))
+    copy = functools.partial(streams.copy, OUTWARD, target=target.data_ptr(), source=source.data_ptr(), size_bytes=64)
+    cuda.refusals = [201]
+    copy()
+    assert target.equal(source), "a thread that has used no GPU yet does so first"
+    cuda.refusals = [700]
+    with pytest.raises(
+        RuntimeError, match=r"CUDA error 700 \(MADE_UP\) in a copy of 64 bytes from 0x\w+ \(unknown to the driver"
+    ):
+        copy()
+
+
+def test_links_are_measured_with_what_there_is_and_what_the_user_records_is_left_alone(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams, store = CudaStreams(CPU), HostStore(4 * MIB)
+    assert all(way.bytes_per_second > 0 for way in measure_host_links(streams, store, 16 * MIB))
+
+    def full(*_: object, **__: object) -> torch.UntypedStorage:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(DeviceMemoryError, match="has no 1,048,576 bytes in one piece"):
+        patch.setattr(torch, "UntypedStorage", full)
+        measure_host_links(streams, store, 2 * MIB)
+    assert store.used_bytes == 0
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: True)
+    assert not streams.pieces.begin_recording()

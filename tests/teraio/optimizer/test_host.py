@@ -72,13 +72,13 @@ def test_a_counter_that_the_device_has_counted_is_copied_again(state: Tensor, be
     assert state == 4
 
 
-@pytest.mark.parametrize("setting", ["lr", "betas"])
+@pytest.mark.parametrize("setting", ["lr", "betas", "capturable"])
 def test_settings_on_the_device_keep_updates_there(setting: str) -> None:
     """A fused update on the CPU would copy them without waiting for the copy."""
     optimizer = torch.optim.AdamW([torch.zeros(4)], lr=torch.tensor(1e-3), fused=True)
     assert OptimizerFacts.of(optimizer).off_host_because is None, "in main memory"
     there = torch.tensor(0.1, device="meta")
-    optimizer.param_groups[0][setting] = there if setting == "lr" else (0.9, there)
+    optimizer.param_groups[0][setting] = {"lr": there, "betas": (0.9, there), "capturable": True}[setting]
     assert "on the device" in (OptimizerFacts.of(optimizer).off_host_because or "")
 
 

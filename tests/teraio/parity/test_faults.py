@@ -301,19 +301,3 @@ def test_forked_children(options: dict[str, Any], tmp_path: Path) -> None:
     os.waitpid(child, 0)
     train(training, 6, 8)
     goes_on(training, 8)
-
-
-def test_two_budgets_at_once(tmp_path: Path) -> None:
-    expected = plain(4)
-    options: list[dict[str, Any]] = [{"memory_budget": budget, "storage": tmp_path} for budget in (BUDGET, BUDGET - MIB)]
-    both = [start(options[0]), start_plain()]
-    both[1].model = compiled(both[1].module, options[1])
-    for number in range(4):
-        for training in both:
-            train(training, number, number + 1)
-    assert len(teraio.status()) == 2
-    for _ in range(2):
-        for training in both:
-            assert not unequal(values(training), expected)
-        teraio.reset()
-        assert not list(tmp_path.iterdir())

@@ -301,13 +301,14 @@ def test_the_optimizer_keeps_its_parameters_if_its_own_call_is_interrupted(tmp_p
             signal.raise_signal(signal.SIGINT)
 
     def interrupted(run: Callable[[], None]) -> bool:
+        before = sys.gettrace()
         sys.settrace(trace)
         try:
             run()
         except KeyboardInterrupt:
             return True
         finally:
-            sys.settrace(None)
+            sys.settrace(before)
         return False
 
     step = torch.optim.Adam.step.__wrapped__  # type: ignore[attr-defined]

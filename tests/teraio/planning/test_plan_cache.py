@@ -270,6 +270,10 @@ def test_a_second_start_follows_its_plan_from_the_second_iteration_on(
 
     assert start({**options, "memory_budget": 11 * MIB})[0][0] == "profile" and solver.count == 2
     assert len(list(folder.iterdir())) == 2
+    monkeypatch.setattr(plan_cache, "_RATES_DIFFER", 0.5)  # no rate is near enough
+    with caplog.at_level(logging.INFO, logger="teraio"):
+        assert start(options)[0][0] == "profile" and solver.count == 3
+    assert "the plan of an earlier start is not used: device->storage carries" in caplog.text
 
 
 # -- what is written of a trace and a plan: files, which cannot end a training

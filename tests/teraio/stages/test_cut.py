@@ -262,6 +262,8 @@ def test_only_what_reads_or_makes_data_is_a_kernel() -> None:
         assert touched(ATEN.add.out, square, grad, out=torch.empty(N)) == 3 * 4 * N
         assert touched(ATEN.embedding.default, x, rows) == 2 * 8 + 2 * 2 * 16, "two rows are read, and two are made"
         assert touched(ATEN._local_scalar_dense.default, torch.empty(())) == 4
+        image, filters = torch.empty(2, 3, 8, 8), torch.empty(5, 3, 3, 3)
+        assert touched(ATEN.conv2d.default, image, filters) == 4 * (2 * 3 * 64 + 5 * 27 + 2 * 5 * 36)
 
 
 def test_a_product_is_counted_by_pytorch_and_other_operators_have_no_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,6 +308,7 @@ def stages_of(graph: Graph, *, reduced: bool = False) -> int:
 
 def test_stages_of_a_gpu_last_about_two_milliseconds() -> None:
     """A product of 8192 x 8192 x 8192 takes 1.85 ms in 16 bits on an H200, and 27 ms in 32 bits."""
+    assert speed_of(torch.device("meta")) == gpu_speed(*H200, reduced=False), "of devices that nobody knows"
     assert stages_of(products(64, 8192, 8192)) == 32
     for reduced in (False, True):
         assert stages_of(products(64, 8192, 8192, torch.float32), reduced=reduced) == 64

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -229,6 +230,24 @@ def test_a_picture(chain: Path, report: Report, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
     report(chain, "--trace", CHAIN_FILE, "--png", tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_drawn_is_what_was_simulated(
+    chain: Path, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What matplotlib is asked for, which need not be installed."""
+    asked, panels = mock.Mock(), [mock.Mock() for _ in range(3)]
+    asked.Figure.return_value.subplots.return_value = panels
+    for name in ("", ".backends", ".backends.backend_agg", ".figure", ".patches"):
+        monkeypatch.setitem(sys.modules, f"matplotlib{name}", asked)
+    report(chain, "--trace", CHAIN_FILE, "--png", tmp_path / "a.png")
+    peaks = [max(map(sum, zip(*panel.stackplot.call_args.args[1], strict=True))) * 2**30 for panel in panels[:2]]
+    assert peaks == [max(live_bytes(CHAIN)), 10]
+    seconds: Counter[tuple[int, str]] = Counter()
+    for bars in panels[2].broken_barh.call_args_list:
+        seconds[round(bars.args[1][0] + 0.4), bars.kwargs["color"]] += sum(length for _, length in bars.args[0])
+    lanes = {name: sum(seconds[lane, look[0]] for lane in range(3)) for name, look in (PHASES | STALL | KINDS).items()}
+    assert {name: found for name, found in lanes.items() if found} == {"forward": 3, "backward": 3, "stall": 4, "activation": 4}
 
 
 @pytest.mark.parametrize(
