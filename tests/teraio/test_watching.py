@@ -49,6 +49,20 @@ def test_what_is_watched_agrees(tmp_path: Path, quick_links: None) -> None:
             end()  # not twice
 
 
+def test_what_a_watcher_raises_the_loop_raises() -> None:
+    def fail(stats: teraio.IterationStats) -> None:
+        raise KeyError("mine")
+
+    end = teraio.on_iteration(fail)
+    try:
+        training = weights_of_1_mib({}, count=1)
+        with pytest.raises(KeyError, match="mine"):
+            stepping(training)()
+    finally:
+        end()
+    training.finish()
+
+
 def test_a_watcher_is_interrupted_at_once_and_may_replace_handlers(tmp_path: Path) -> None:
     training = weights_of_1_mib({"memory_budget": 11 * MIB, "storage": tmp_path}, count=8, momentum=0.9)
     done = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import re
 import threading
 import weakref
@@ -17,7 +18,7 @@ from planner.errors import ChecksumError, StorageError, StorageFullError, Storag
 from runtime.storage import PosixStore, Slot
 from runtime.transfer import Engine, TorchMemory
 
-from ..memory import Memory, break_io, read_slot, write_slot
+from ..memory import Memory, break_io, flip_a_bit, read_slot, write_slot
 from ..processes import Forking
 from .gate import nothing
 
@@ -152,6 +153,33 @@ def written(store: PosixStore, summing: Engine, buffer: Memory) -> Slot:
     slot = store.allocate(3 * MIB, "layers.3.weight")
     summing.write(slot, buffer.address, nothing).wait(30)
     return slot
+
+
+@pytest.mark.parametrize("offset_bytes", [0, CHUNK - 1, MIB + 17])
+def test_a_flipped_bit_is_found_and_what_is_unchanged_passes(
+    summing: Engine, buffer: Memory, written: Slot, offset_bytes: int
+) -> None:
+    before = buffer.content
+    buffer.fill()
+    for _ in range(2):
+        summing.read(written, buffer.address, nothing).wait(30)
+    assert buffer.content == before
+    flip_a_bit(written.extents[-1], offset_bytes)
+    told: list[StorageError | None] = []
+    with pytest.raises(ChecksumError) as raised:
+        summing.read(written, buffer.address, lambda t: told.append(t.error)).wait(30)
+    error = raised.value
+    assert told == [error]
+    assert error.path == str(written.extents[-1].path) and error.block == "layers.3.weight"
+    assert error.offset_bytes - written.extents[-1].offset_bytes == offset_bytes // 4096 * 4096
+    assert error.expected != error.found
+    sums = f"{error.expected:016x}", f"{error.found:016x}"
+    for part in ("'layers.3.weight'", error.path, f"offset {error.offset_bytes}", *sums, "restart from the last checkpoint"):
+        assert part in str(error)
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.args, again.offset_bytes, again.found) == (error.args, error.offset_bytes, error.found)
+    summing.write(written, buffer.address, nothing).wait(30)  # replaces the old checksums
+    summing.read(written, buffer.address, nothing).wait(30)
 
 
 def test_sums_go_with_the_slot(store: PosixStore, summing: Engine, buffer: Memory) -> None:
