@@ -235,9 +235,6 @@ class Streams(Protocol):
     def in_region(self) -> bool:
         """Whether a compiled region runs. User code has queued nothing since it began."""
 
-    def region(self) -> AbstractContextManager[None]:
-        """Queue what computes in this context in the lane of computation, after what user code has queued so far."""
-
     def record(self, lane: Lane) -> Event:
         """Return a point in `lane` after all that was queued there so far."""
 

@@ -68,7 +68,10 @@ class Backend:
             registry.REGISTRY.refuse_again()
             require_compiler()
             with one_thread():
-                run = registry.REGISTRY.run_for(self.options, _device(example_inputs), _telling(parameters))
+                # These tell whether a run manages the model. Where it was made under a budget, small ones are no blocks yet.
+                large = [each for each in parameters.values() if each.untyped_storage().nbytes() >= MIN_MOVED_BYTES]
+                telling = large or list(parameters.values())
+                run = registry.REGISTRY.run_for(self.options, _device(example_inputs), telling)
                 with run.agreeing():
                     return _compile_for(run, self.options, gm, example_inputs, inputs, parameters)
         except TeraioError as error:
@@ -213,12 +216,6 @@ def _compile(run: TrainingRun, graph: GraphModule, inputs: list[tuple[str, Kind]
         graph, phase=phase, options={k: settings[k] for k in kept if k in settings}, inputs=known
     )
     return replace(program, is_inference=bool(settings.get("is_inference")))
-
-
-def _telling(parameters: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return those that tell whether a run manages the model. Where it was made under a budget, small ones are no blocks yet."""
-    every = tuple(parameters.values())
-    return tuple(each for each in every if each.untyped_storage().nbytes() >= MIN_MOVED_BYTES) or every
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:

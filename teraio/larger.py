@@ -336,8 +336,7 @@ def _in_file(path: Path) -> dict[str, SavedTensor]:
             raise CheckpointError(f"{path} is no safetensors file: its {size_bytes:,} bytes do not begin with a header")
         try:
             header = json.loads(file.read(length))
-            described = {name: each for name, each in header.items() if name != "__metadata__"}
-            found = {name: _described(path, 8 + length, each) for name, each in described.items()}
+            found = {name: _described(path, 8 + length, each) for name, each in header.items() if name != "__metadata__"}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is no safetensors file: its header cannot be read ({error})") from error
     for name, each in found.items():

@@ -125,10 +125,8 @@ class Registry:
         """Close runs under which nothing has run, such as one whose budget was refused."""
         with uninterrupted():
             with self._lock:
-                unused = {key: run for key, run in self._runs.items() if run.unused}
-                for key in unused:
-                    del self._runs[key]
-            _close_all(unused.values())
+                unused = [self._runs.pop(key) for key, run in list(self._runs.items()) if run.unused]
+            _close_all(unused)
 
     def note_refusal(self, error: TeraioError) -> None:
         """The graph that Dynamo is compiling, or a part of it, was refused."""
@@ -236,7 +234,6 @@ def _close_all(runs: Iterable[TrainingRun], *, replaced: bool = False) -> None:
 
 def _show_messages() -> None:
     """Show teraio's messages on the console, unless the program has set up logging itself."""
-    logger = logging.getLogger("teraio")
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("teraio: %(message)s"))

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -56,13 +56,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         _AT_WORK.release()
-
-
-class _Ended(NamedTuple):
-    """An iteration that has ended. compiled: a graph was compiled in it, or later iterations will run other stages."""
-
-    iteration: Iteration
-    compiled: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +123,9 @@ class TrainingRun:
             tiles_above_bytes=tiles_above_bytes,
             most_bytes=most_bytes,
         )
-        subgroup_bytes = parts.subgroup_bytes
-        if subgroup_bytes is None and given is not None:
-            subgroup_bytes = given.subgroup_bytes  # the plan is for subgroups of this size
-        subgroups = SubgroupSizes(machine.hardware, given_bytes=subgroup_bytes)
+        # A plan that is given is for subgroups of its size.
+        given_bytes = given.subgroup_bytes if parts.subgroup_bytes is None and given is not None else parts.subgroup_bytes
+        subgroups = SubgroupSizes(machine.hardware, used_bytes=given_bytes)
         self._findings = Findings()
         self.needs = GraphNeeds(self._pager, machine, self._findings, has_in_graph=self.has_in_graph)
         self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -187,7 +179,7 @@ class TrainingRun:
         self._sizes = LargestSizes()
         self._stages = 0
         self._compiled_now = True
-        self._ended: _Ended | None = None
+        self._ended: tuple[Iteration, bool] | None = None  # see `_iteration_ended`
         self._replaced = False
 
     def _host_rates(self, options: Options) -> HostRates | None:
@@ -280,9 +272,8 @@ class TrainingRun:
     def has_in_graph(self, parameter: torch.Tensor) -> bool:
         """Whether a compiled graph has this parameter: its memory is a block, or was one (`parameter.data = other`)."""
         block = self._pager.known_block(parameter)
-        if parameter in self._parameters:
-            return True
-        return block is not None and block.name is not UNNAMED and not block.name.startswith("optimizer/")
+        named = block is not None and block.name is not UNNAMED and not block.name.startswith("optimizer/")
+        return named or parameter in self._parameters
 
     def note_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
         """These are parameters of a graph that is compiled."""
@@ -314,16 +305,18 @@ class TrainingRun:
 
     def _iteration_ended(self, iteration: Iteration) -> None:
         watching = self.steps.overlap is not None and not self.steps.overlap.watch.settled
-        ended: _Ended | None = _Ended(iteration, self._compiled_now or watching)
+        # The latter: a graph was compiled in it, or later iterations will run other stages.
+        ended: tuple[Iteration, bool] | None = iteration, self._compiled_now or watching
         self._compiled_now = False
         if self._machine.device.asynchronous:  # its times are not known yet; those of the iteration before are, mostly
             ended, self._ended = self._ended, ended
         if ended is not None:
-            ended.iteration.read_times()
+            iteration, compiled = ended
+            iteration.read_times()
             in_force = self._phase.in_force
             predicted = in_force.predicted_seconds if in_force is not None else None
-            stats = self._history.note(ended.iteration, self._phase.name, predicted, run=self.number)
-            self._phase = self._phase.iteration_ended(ended.iteration, compiled=ended.compiled)
+            stats = self._history.note(iteration, self._phase.name, predicted, run=self.number)
+            self._phase = self._phase.iteration_ended(iteration, compiled=compiled)
             with interruptible():
                 self.on_iteration(stats)
 
@@ -343,9 +336,8 @@ class TrainingRun:
         phase, found, history, reserved_bytes = self._phase, self._findings, self._history, self._machine.reserved_bytes()
         in_force = phase.in_force
         drift = in_force.drift if in_force is not None else None
-        trace = found.profile.trace if found.profile is not None else None
-        if in_force is not None:
-            trace = in_force.trace
+        traced = in_force or found.profile
+        trace = traced.trace if traced is not None else None
         return Status(
             phase=phase.name,
             waiting_for=(None if history.finished else self._border.waiting_for) or phase.waiting_for,

@@ -227,14 +227,12 @@ def touched(address: int, length_bytes: int) -> Iterator[Touched]:
     written = (entries[found] & _OF_FILE == 0).tolist()
     begin = end = 0
     kind = False
-    for number, own in zip(found.tolist(), written, strict=True):
+    for number, own in (*zip(found.tolist(), written, strict=True), (-1, False)):  # the last one only ends what comes before
         if number != end or own is not kind or end - begin == _MAX_PAGES:
             if begin < end:
                 yield Touched(begin * page, (end - begin) * page, kind)
             begin, kind = number, own
         end = number + 1
-    if begin < end:
-        yield Touched(begin * page, (end - begin) * page, kind)
 
 
 @functools.cache

@@ -53,9 +53,8 @@ def gather(
 ) -> None:
     """Let blocks make way so that what is allocated next finds free ranges, as far as that can be.
 
-    history: what that is, in the form of `history_of`; `serve` says whether it does already. movable: returns the bytes of the
-    blocks that may move, by address. move: gives the block at an address other memory, with its content, and frees that which it
-    had. let_go: frees at least so many bytes that may not move; returns False if there are none.
+    history: what that is, in the form of `history_of`; `serve` says whether it does already. movable, move, let_go: see
+    `Pieces.gather` in `runtime.device`.
     """
     blocks = movable()  # first: what copies that have ended kept alive is freed then
     gathering = _Gathering(pool, Layout(pool.segments()), blocks, move)

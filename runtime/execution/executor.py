@@ -28,7 +28,7 @@ from planner.errors import StorageError, UnsupportedError
 from runtime.device import Mark
 from runtime.execution.one_stage import CollectiveClock, WorkspaceMeter, run_with_room
 from runtime.execution.program import Constant, InterleavedStages, Observer, Program, Stage, StageRerun, StageRun
-from runtime.paging import DROPPED, UNNAMED, Block, Pager, State
+from runtime.paging import DROPPED, UNNAMED, Block, Pager, State, storage_of
 from runtime.system import annotate
 
 _NOTHING = nullcontext()
@@ -407,11 +407,8 @@ def _source(block: Block) -> Rerun:
 
 
 def _restored(saved: _Saved) -> torch.Tensor:
-    storage = saved.block.storage()
-    if storage is None:
-        raise StorageError(f"{saved.block} is needed again, but is gone; this is a bug in teraio, please report it")
     empty = torch.empty(0, dtype=saved.dtype, device=saved.device)
-    return empty.set_(storage, saved.offset, saved.shape, saved.stride)
+    return empty.set_(storage_of(saved.block), saved.offset, saved.shape, saved.stride)
 
 
 def _version(value: Any) -> int:

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -160,18 +160,15 @@ def given_away(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     aliased = {key for tensor in tensors if torch._C._storage_Use_Count(key := _key(tensor)) > _OWN_REFERENCES}
     aliases = [each for each in _all_tensors() if _key(each) in aliased] if aliased else []
     views = Counter(id(each._base) for each in aliases if each._is_view())
-    given = {_key(each) for each in (*tensors, *aliases) if not each.requires_grad and _use_count(each) > 1 + views[id(each)]}
+    # Its object in Python has one of the references to a tensor.
+    frozen = [each for each in (*tensors, *aliases) if not each.requires_grad]
+    given = {_key(each) for each in frozen if each._use_count() > 1 + views[id(each)]}  # type: ignore[attr-defined]
     return [tensor for tensor in tensors if _key(tensor) in given]
 
 
 def _key(tensor: torch.Tensor) -> int:
     key: int = tensor.untyped_storage()._cdata
     return key
-
-
-def _use_count(tensor: torch.Tensor) -> int:
-    """Return the number of references to the tensor, of which its object in Python has one."""
-    return cast(int, tensor._use_count())  # type: ignore[attr-defined]
 
 
 def _all_tensors() -> Iterable[torch.Tensor]:

@@ -34,11 +34,10 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 
-from planner.errors import BudgetError, StorageError, StorageFullError
+from planner.errors import BudgetError, StorageFullError
 from runtime.device import MIN_MOVED_BYTES, DeviceMemoryError, Pieces
 from runtime.paging.block import DROPPED, OFFLOADED, ON_DEVICE, PREFETCHING, Block
 from runtime.paging.mover import nowhere
@@ -83,7 +82,10 @@ class RoomMaker(PagerPart):
             short = self._short_bytes(blocks, new_bytes)
             if short > 0:
                 if not self._copies_are_under_way:
-                    raise self._too_small(what, account.budget_bytes, short)
+                    if not len(self._tiers):
+                        raise nowhere()
+                    budget = account.budget_bytes
+                    raise BudgetError(smallest_bytes=budget + short, budget_bytes=budget, stage=what)
                 self._signal.wait(lambda: f"for room for {what}")
         self.trim()
 
@@ -162,11 +164,6 @@ class RoomMaker(PagerPart):
     def _short_bytes(self, blocks: Sequence[Block], new_bytes: int) -> int:
         """Bytes that are missing, apart from what is reserved; negative if more are free."""
         return _away_bytes(blocks) + new_bytes - self._account.unused_bytes
-
-    def _too_small(self, what: str, budget_bytes: int, short_bytes: int) -> StorageError | BudgetError:
-        if not len(self._tiers):
-            return nowhere()
-        return BudgetError(smallest_bytes=budget_bytes + short_bytes, budget_bytes=budget_bytes, stage=what)
 
     def _leaving(self, keep: Collection[Block]) -> list[Block]:
         """Return the blocks that can leave now, the first to leave first; none of `keep`.
@@ -297,13 +294,7 @@ class PrefetchQueue(PagerPart):
 _LARGE_SHARE, _LEAST_SHARE = 64, 512
 _LOOKED_AT = 12  # so many regions after a retry, each stage is asked whether it had one: that takes as long as ten of its blocks
 _SETTLED = 32  # a stage for which so often in a row none had to make way is looked at only where there are retries
-
-
-class _Recorded(NamedTuple):
-    """What a stage has allocated and freed, see `Pieces.recorded`, when it was said to need `new_bytes` at most."""
-
-    history: Sequence[int]
-    new_bytes: int
+_UNKNOWN: tuple[Sequence[int], int] = ((), -1)  # of a stage that was not recorded
 
 
 class StagePieces(PagerPart):
@@ -313,7 +304,8 @@ class StagePieces(PagerPart):
         super().__init__(state)
         self._transitions = transitions
         self._seen: set[str] = set()
-        self._known: dict[str, _Recorded] = {}
+        # What a stage has allocated and freed, see `Pieces.recorded`, and how many bytes it was said to need at most.
+        self._known: dict[str, tuple[Sequence[int], int]] = {}
         self._retried: set[str] = set()  # stages
         self._retried_bytes: int | None = None  # the smallest piece for which stages had retries
         self._served: dict[str | int, int] = {}  # how often in a row none had to make way for a stage, or a block of that size
@@ -351,10 +343,10 @@ class StagePieces(PagerPart):
         if pieces is None or not self._retries_before:
             return
         self.give_up()
-        known = self._known.get(what)
-        if known is not None and known.new_bytes >= new_bytes:
-            if self._looks_at(what, max(known.history, default=0)):
-                self._make_way(pieces, what, known.history, frozenset(held))
+        history, most_bytes = self._known.get(what, _UNKNOWN)
+        if most_bytes >= new_bytes:
+            if self._looks_at(what, max(history, default=0)):
+                self._make_way(pieces, what, history, frozenset(held))
                 if self._anew:
                     self._anew = False
                     raise DeviceMemoryError(f"free memory lies too far apart for {what}")
@@ -395,12 +387,12 @@ class StagePieces(PagerPart):
             return
         history = self._end_recording()
         if history is not None:
-            self._known[what] = _Recorded(history, self._new_bytes)
+            self._known[what] = history, self._new_bytes
         if self._looks:
             before, self._retries = self._retries, self._device.retries
             if self._retries > before:  # its own, or of a block that came back for it
                 self._retried.add(what)
-                own = max(self._known[what].history, default=0) if what in self._known else 0
+                own = max(self._known.get(what, _UNKNOWN)[0], default=0)
                 missed = [size for size in (own, self._come_bytes) if not self._is_enough(size)]
                 if missed and self._is_large(max(missed), _LEAST_SHARE):
                     self._retried_bytes = max(missed)

@@ -18,7 +18,6 @@ from planner.errors import StorageFullError, UnsupportedError
 from planner.schema import WaitingTier
 from runtime.device import MIN_MOVED_BYTES, CpuDevice, Device
 from runtime.paging.block import OFFLOADED, ON_DEVICE, PLAIN, UNNAMED, Block, holder_of
-from runtime.paging.eviction import PrefetchQueue, RoomMaker, StagePieces
 from runtime.paging.mover import Mover, NullMover
 from runtime.paging.stage_memory import POLL_SECONDS, Closing, Lending, Parking, Stages
 from runtime.paging.state import NO_LIMIT, BlockTable, CopySignal, MemoryAccount, PagerState
@@ -60,8 +59,7 @@ class Pager(Stages):
         self.condition = signal.condition
         state = PagerState(device, mover, account, BlockTable(mover), signal)
         transitions = BlockTransitions(state, copy_ended=lambda: self._prefetches.begin_ready())
-        pieces = StagePieces(state, transitions)
-        super().__init__(state, transitions, PrefetchQueue(state, transitions, pieces), RoomMaker(state, transitions), pieces)
+        super().__init__(state, transitions)
         self.lending = Lending(state, transitions)
         self.parking = Parking(state, self._prefetches, self._room)
         self.closing = Closing(state, transitions, self._prefetches)

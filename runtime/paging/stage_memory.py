@@ -38,20 +38,13 @@ POLL_SECONDS = 0.001
 class Stages(PagerPart):
     """Gives each stage its memory, and user code what it can reach between regions. Each public method takes the lock."""
 
-    def __init__(
-        self,
-        state: PagerState,
-        transitions: BlockTransitions,
-        prefetches: PrefetchQueue,
-        room: RoomMaker,
-        pieces: StagePieces,
-    ) -> None:
+    def __init__(self, state: PagerState, transitions: BlockTransitions) -> None:
         super().__init__(state)
         self.device, self.account, self.table = state.device, state.account, state.table
         self._transitions = transitions
-        self._prefetches = prefetches
-        self._room = room
-        self._pieces = pieces
+        self._pieces = StagePieces(state, transitions)
+        self._prefetches = PrefetchQueue(state, transitions, self._pieces)
+        self._room = RoomMaker(state, transitions)
 
     # -- around a stage
 

@@ -66,21 +66,18 @@ class KvikioStore(FileSpace):
 
     def slot_in_file(self, name: str, path: Path, offset_bytes: int, size_bytes: int) -> Slot:
         slot = super().slot_in_file(name, path, offset_bytes, size_bytes)
+        file = slot.file
         try:
-            self._open_user_file(slot)
+            if file is not None and file.descriptor not in self._handles:  # by the host where cuFile cannot
+                self._open_handles([file.descriptor], "r", file.closing, str(file.path), direct=self.bypasses_host)
         except BaseException:
             self.release(slot)
             raise
         return slot
 
-    def _open_user_file(self, slot: Slot) -> None:
-        """Open a handle for a file of the user, which lives as long as its descriptor; by the host where cuFile cannot."""
-        file = slot.file
-        if file is not None and file.descriptor not in self._handles:
-            self._open_handles([file.descriptor], "r", file.closing, str(file.path), direct=self.bypasses_host)
-
     def _open_handles(self, descriptors: Sequence[int], flags: str, until: ExitStack, what: str, *, direct: bool) -> bool:
-        """Open cuFile handles of files until `until` is closed. Return whether bytes travel without host memory, if `direct`.
+        """Open cuFile handles of files until `until` is closed: those of the user as long as their descriptors live. Return
+        whether bytes travel without host memory, if `direct`.
 
         Raises UnsupportedError.
         """
@@ -140,14 +137,15 @@ def load_kvikio() -> Any:
         import kvikio.cufile_driver
         import kvikio.defaults
     except Exception as error:  # it loads libraries while it is imported, each of which can fail in its own way
+        lacking = [wheel for part, wheel in _WHEELS.items() if part in str(error)] or ["kvikio-cu13 (or -cu12)"]
         raise UnsupportedError(
-            f"GPUDirect Storage needs KvikIO, which cannot be imported ({type(error).__name__}: {error}); "
-            f"{_remedy(error)}, or choose another storage_path"
+            f"GPUDirect Storage needs KvikIO, which cannot be imported ({type(error).__name__}: {error}); install {lacking[0]}, "
+            "or choose another storage_path"
         ) from error
     return kvikio
 
 
-# What KvikIO's import asks for, in the words of its errors, and the package that has it.
+# What KvikIO's import asks for, in the words of its errors, and the package that has it; without such words, all of KvikIO.
 _WHEELS = {
     "rapids_logger": "rapids-logger",
     "libkvikio": "libkvikio-cu13 (or -cu12)",
@@ -155,9 +153,3 @@ _WHEELS = {
     "cufile": "nvidia-cufile",
     "cuda.pathfinder": "cuda-pathfinder",
 }
-
-
-def _remedy(error: Exception) -> str:
-    """Return what to install: the package that the error names, otherwise all of KvikIO."""
-    lacking = [wheel for part, wheel in _WHEELS.items() if part in str(error)]
-    return f"install {lacking[0]}" if lacking else "install kvikio-cu13 (or -cu12)"

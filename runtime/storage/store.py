@@ -187,8 +187,10 @@ class Store(ABC):
 
     def _free_ranges(self, ranges: Sequence[FilePlace]) -> None:
         """Give bytes back to the system. Where a file system cannot do that, they are free when the file is closed."""
+        call = ctypes.CDLL(None).fallocate
+        call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
         for file, offset, length in ranges:
-            punch_hole(file, offset, length)
+            call(file, _KEEP_SIZE | _PUNCH_HOLE, offset, length)  # it reads as zeros then; the file's size stays
 
     @abstractmethod
     def _make_room(self, size_bytes: int, name: str) -> Sequence[int]:
@@ -221,13 +223,6 @@ class Store(ABC):
             taken += found
             left -= sum([extent.length_bytes for extent in found])
         return taken
-
-
-def punch_hole(file_descriptor: int, offset_bytes: int, length_bytes: int) -> bool:
-    """Free a range of a file, which reads as zeros then; the file's size stays. Return whether the file system can do that."""
-    call = ctypes.CDLL(None, use_errno=True).fallocate
-    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return bool(call(file_descriptor, _KEEP_SIZE | _PUNCH_HOLE, offset_bytes, length_bytes) == 0)
 
 
 # -- slots that are mapped for reading while they stay in their store

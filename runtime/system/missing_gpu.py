@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,17 +21,12 @@ def missing_gpu() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    library = _library()
+    functions: dict[str, native.Signature] = {"teraio_pretend": (None, []), "teraio_pretend_no_more": (None, [])}
+    source = Path(__file__).with_name("missing_gpu.cpp")
+    library = native.load(source, functions, purpose='capturing a step on "cuda" without a GPU')
     library.teraio_pretend()
     try:
         with torch.autograd.set_multithreading_enabled(False):  # otherwise each GPU has a thread
             yield
     finally:
         library.teraio_pretend_no_more()
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    functions: dict[str, native.Signature] = {"teraio_pretend": (None, []), "teraio_pretend_no_more": (None, [])}
-    source = Path(__file__).with_name("missing_gpu.cpp")
-    return native.load(source, functions, purpose='capturing a step on "cuda" without a GPU')

@@ -112,9 +112,9 @@ class Engine:
                 for offset in range(0, size, _FILL_BYTES):
                     buffer[offset : offset + _FILL_BYTES].copy_(_random_bytes(min(_FILL_BYTES, size - offset)))
                 _finish_times([(links[0], slots)], address)  # the first write of an extent takes longer than all later ones
-                rates = _rate(links[0], slots, address), _rate(links[1], slots, address)
+                rates = [size / _median_seconds(link, slots, address, _RATE_TRIALS) for link in links]
                 duplex = _duplex_rates(links, rates, slots, address)
-                latencies = [_latency(link, small, address) for link in links]
+                latencies = [_median_seconds(link, [small], address, _LATENCY_TRIALS) for link in links]
                 return LinkRates(*map(OneWay, rates, latencies, duplex))
 
     def verify(self, size_bytes: int = 4 << 20) -> None:
@@ -264,18 +264,11 @@ def _finish_times(work: Sequence[tuple[Link, Sequence[Slot]]], address: int) -> 
     return ends
 
 
-def _rate(link: Link, slots: Sequence[Slot], address: int) -> float:
-    size = sum(slot.size_bytes for slot in slots)
-    return size / median(_finish_times([(link, slots)], address)[0] for _ in range(_RATE_TRIALS))
+def _median_seconds(link: Link, slots: Sequence[Slot], address: int, trials: int) -> float:
+    return median(_finish_times([(link, slots)], address)[0] for _ in range(trials))
 
 
-def _latency(link: Link, slot: Slot, address: int) -> float:
-    return median(_finish_times([(link, [slot])], address)[0] for _ in range(_LATENCY_TRIALS))
-
-
-def _duplex_rates(
-    links: tuple[Link, Link], rates: tuple[float, float], slots: Sequence[Slot], address: int
-) -> tuple[float, float]:
+def _duplex_rates(links: tuple[Link, Link], rates: Sequence[float], slots: Sequence[Slot], address: int) -> tuple[float, float]:
     """Return the rates of both links while both are busy."""
     half = len(slots) // 2
     work = list(zip(links, (slots[:half], slots[half:]), strict=True))

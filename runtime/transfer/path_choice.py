@@ -94,8 +94,11 @@ def choose_path(candidates: Sequence[PathCandidate], *, open_engine: OpenEngine,
         path = _forced(candidates, forced, open_engine)
     else:
         working = _working(candidates, open_engine, refused)
+        if not working and len(set(map(str, refused.values()))) == 1:
+            raise next(iter(refused.values()))
         if not working:
-            raise _nothing_works(refused)
+            reasons = "; ".join(f"{name}: {error}" for name, error in refused.items())
+            raise StorageError(f"blocks cannot get to storage: {reasons}")
         path = max(working, key=lambda path: harmonic_mean([each.duplex_bytes_per_second for each in path.rates]))
         for other in working:
             if other is not path:
@@ -156,13 +159,6 @@ def _forced(candidates: Sequence[PathCandidate], name: str, open_engine: OpenEng
         raise UnsupportedError(
             f"storage_path {name!r} does not work here: {error}; give 'auto', which takes what works of {others}"
         ) from error
-
-
-def _nothing_works(refused: Mapping[str, TeraioError]) -> TeraioError:
-    texts = dict.fromkeys(map(str, refused.values()))
-    if len(texts) == 1:
-        return next(iter(refused.values()))
-    return StorageError("blocks cannot get to storage: " + "; ".join(f"{name}: {error}" for name, error in refused.items()))
 
 
 def _tell(path: StoragePath, *, last_resort: bool) -> None:

@@ -11,9 +11,11 @@ import copy
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -55,19 +57,22 @@ _LENGTHS = 5  # at which a range of lengths is captured
 
 
 class _CapturePhase(ProfilePhase):
-    """Profiles, and keeps the profiles."""
+    """Profiles, and adds each profile to `profiles`."""
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, profiles: list[Profile], context: RunContext) -> None:
         super().__init__(context)
-        self.profiles: list[Profile] = []
+        self._profiles = profiles
 
     def _decide(self, profile: Profile) -> Phase:
-        self.profiles.append(profile)
+        self._profiles.append(profile)
         return self
 
 
 class _Capture:
-    """One capture: the device, the machine, and the run that `torch.compile` starts."""
+    """One capture: the device, the machine, and the run that `torch.compile` starts.
+
+    profiles: what was captured; empty before enough steps have run.
+    """
 
     def __init__(self, description: MachineDescription, subgroup_bytes: int | None, device_bytes: int | None) -> None:
         self._description = description
@@ -76,7 +81,8 @@ class _Capture:
         self._device = ModelledDevice()
         self.work = EagerWork(self._eager)
         self._flops: dict[torch.dtype, float] = defaultdict(float)  # of the model, in the step that runs
-        self._phases: list[_CapturePhase] = []
+        self._has_run = False
+        self.profiles: list[Profile] = []
 
     def _eager(self, kernel: Kernel) -> None:
         self._device.advance(self._description.stage_seconds([kernel]))
@@ -116,8 +122,9 @@ class _Capture:
         self, options: Options, device: torch.device, parts: RunParts, shared: Shared, ranks: RankGroup | None
     ) -> TrainingRun:
         """Return a run without a budget, whatever the options say, on the modelled machine."""
-        if self._phases:
+        if self._has_run:
             raise UnsupportedError("the step compiles models with different options; a capture has one run: give all the same")
+        self._has_run = True
         return TrainingRun(
             Options(
                 codegen=options.codegen,
@@ -134,14 +141,10 @@ class _Capture:
                 host_rates=DescribedHostRates(self._description.hardware.host_update_elements_per_second),
                 subgroup_bytes=self._subgroup_bytes,
                 graphs_for_bytes=self._device_bytes,
-                first_phase=self._first_phase,
+                first_phase=partial(_CapturePhase, self.profiles),
             ),
             shared,
         )
-
-    def _first_phase(self, context: RunContext) -> Phase:
-        self._phases.append(_CapturePhase(context))
-        return self._phases[-1]
 
     def _codegen(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any], *, fuses: bool) -> StageFunction:
         run = eager_codegen(module, inputs, options)
@@ -177,14 +180,9 @@ class _Capture:
         return stage
 
     @property
-    def profiles(self) -> list[Profile]:
-        """What was captured; empty before enough steps have run."""
-        return self._phases[0].profiles if self._phases else []
-
-    @property
     def waiting_for(self) -> str:
         """Why there is no profile yet."""
-        if not self._phases:
+        if not self._has_run:
             return 'nothing was compiled with backend="teraio"'
         return f"it waits for {REGISTRY.runs()[0].status().waiting_for}"
 
@@ -319,8 +317,7 @@ def _runs_of(captured: _Capture) -> Iterator[None]:
         torch._dynamo.reset()
 
 
-@contextlib.contextmanager
-def _convertible(fake: FakeTensorMode) -> Iterator[None]:
+def _convertible(fake: FakeTensorMode) -> AbstractContextManager[object]:
     """Let `Module.to` convert fake parameters. It exchanges tensors without weak references only, and the mode keeps some."""
     swap = torch.utils.swap_tensors
 
@@ -328,11 +325,7 @@ def _convertible(fake: FakeTensorMode) -> Iterator[None]:
         fake.fake_tensor_converter.tensor_memo.clear()
         swap(one, other)  # type: ignore[no-untyped-call]
 
-    torch.utils.swap_tensors = without_memo
-    try:
-        yield
-    finally:
-        torch.utils.swap_tensors = swap
+    return mock.patch.object(torch.utils, "swap_tensors", without_memo)
 
 
 @contextlib.contextmanager

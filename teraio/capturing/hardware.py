@@ -112,7 +112,9 @@ class MachineDescription(FrozenModel):
 
     def costs(self, kernel: Kernel) -> tuple[float, float, float]:
         """Return the seconds that the arithmetic of a kernel takes, its traffic with the memory, and that with the cache."""
-        rate = self.peak(kernel.dtype) * self.clock_share * self._efficiency(kernel)
+        own = {"attention": self.attention_efficiency, "attention backward": self.attention_backward_efficiency}
+        efficiency = own.get(kernel.kind) or self.matmul_efficiency
+        rate = self.peak(kernel.dtype) * self.clock_share * efficiency
         if self.gpu is not None and self.peak(kernel.dtype) == self.flops_per_second["float32"]:
             rate *= _WITHOUT_TENSOR_CORES
         arithmetic = kernel.flops / rate
@@ -126,13 +128,6 @@ class MachineDescription(FrozenModel):
         # Within a graph, what fits into the cache is there from the kernels before, or goes to memory after this one has ended.
         missing = max(kernel.touched_bytes - self.cache_bytes, 0)
         return arithmetic, missing / memory, kernel.touched_bytes / self.cache_bytes_per_second
-
-    def _efficiency(self, kernel: Kernel) -> float:
-        if kernel.kind == "attention":
-            return self.attention_efficiency or self.matmul_efficiency
-        if kernel.kind == "attention backward":
-            return self.attention_backward_efficiency or self.matmul_efficiency
-        return self.matmul_efficiency
 
     def _tiled_seconds(self, kernel: Kernel, rate: float, multiprocessors: int) -> float:
         """Return the time of a product's arithmetic, in waves of tiles over the multiprocessors, as libraries choose the fastest.
@@ -281,7 +276,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known = WeakIdKeyDictionary()
+        self._known: Any = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -305,14 +300,11 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, tensors: Sequence[torch.Tensor]) -> None:
         """Forget the values of tensors, and of all that share memory with them."""
         gone = {self._known[tensor].untyped_storage().data_ptr() for tensor in tensors if tensor in self._known}
-        for tensor, value in list(self._known.items()):  # type: ignore[no-untyped-call]
+        for tensor, value in list(self._known.items()):
             if value.untyped_storage().data_ptr() in gone:
                 del self._known[tensor]
 
     def _computed(self, func: OpOverload, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        args, named = tree_map_only(torch.Tensor, self._value, (args, named))
+        args, named = tree_map_only(torch.Tensor, lambda each: self._known.get(each, each), (args, named))
         with unset_fake_temporarily():
             return func(*args, **named)
-
-    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._known[tensor] if tensor in self._known else tensor

@@ -35,19 +35,14 @@ class _Generator:
 
     device = torch.device("cuda", 0)
 
-    def clone_state(self) -> Self:
-        return self
-
-    def manual_seed(self, seed: int) -> Self:
-        return self
-
     def get_state(self) -> Self:
         return self
 
     def set_state(self, state: object) -> Self:
         return self
 
-    graphsafe_get_state, graphsafe_set_state = get_state, set_state
+    clone_state = graphsafe_get_state = get_state
+    manual_seed = graphsafe_set_state = set_state
 
 
 @contextlib.contextmanager
@@ -132,14 +127,15 @@ def _attention_of(capability: tuple[int, int]) -> Iterator[None]:
     ) -> Tensor:
         tensors, aten = (query, key, value), torch.ops.aten
         if _takes_flash(tensors, attn_mask, capability):
-            return _first(aten._scaled_dot_product_flash_attention(*tensors, dropout_p, is_causal, scale=scale))
-        if _takes_efficient(tensors, attn_mask, capability):
+            made = aten._scaled_dot_product_flash_attention(*tensors, dropout_p, is_causal, scale=scale)
+        elif _takes_efficient(tensors, attn_mask, capability):
             saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
             bias = _as_bias(attn_mask, query, key)
             made = aten._scaled_dot_product_efficient_attention(*tensors, bias, saves, dropout_p, is_causal, scale=scale)
-            return _first(made)
-        plain = aten._scaled_dot_product_attention_math
-        return _first(plain(*tensors, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa))
+        else:
+            plain = aten._scaled_dot_product_attention_math
+            made = plain(*tensors, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)
+        return made[0]  # type: ignore[no-any-return]
 
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("scaled_dot_product_attention", attention, "AutogradCUDA")
@@ -147,10 +143,6 @@ def _attention_of(capability: tuple[int, int]) -> Iterator[None]:
         yield
     finally:
         library._destroy()
-
-
-def _first(results: Any) -> Tensor:
-    return results[0]  # type: ignore[no-any-return]
 
 
 def _takes_flash(tensors: tuple[Tensor, ...], mask: Tensor | None, capability: tuple[int, int]) -> bool:

@@ -348,15 +348,10 @@ class _Passes:
             found = _LAYER.match(stage.name.partition("/")[2])
             return stage.phase, found[0] if found else ""
 
-        pieces, begin, names = [], 0, set()
-        for (_, name), stages in groupby(self._trace.stages[: self._end], layer):
-            end = begin + len(list(stages))
-            pieces.append((begin, end))
-            names.add(name)
-            begin = end
-        if len(names - {""}) < 2:
+        found = [(name, list(stages)) for (_, name), stages in groupby(self._trace.stages[: self._end], layer)]
+        if len({name for name, _ in found} - {""}) < 2:
             raise UnsupportedError("the names of stages do not tell layers apart")
-        return pieces
+        return [(stages[0].id, stages[-1].id + 1) for _, stages in found]
 
     def trace(self) -> planner.Trace:
         trace, shift = self._trace, (self._times - 1) * self._end

@@ -150,14 +150,3 @@ def lengths_of_trace(trace: planner.Trace) -> list[Data]:
         }
         for length, each in found
     ]
-
-
-def trace_lengths_table(rows: Sequence[Data]) -> Table:
-    """Return time, peak and floor against the length."""
-    columns: dict[str, Column] = {
-        ">length": lambda row: f"{row['length']:,}",
-        ">without waiting": "ideal_seconds",
-        ">peak if nothing moves": "peak_bytes",
-        ">floor": "floor_bytes",
-    }
-    return Table(title="by the length of inputs", columns=columns, rows=rows)

@@ -135,12 +135,11 @@ def advise(
     """
     if plans is not None:
         require_directory("--plans", plans)
-    asked: list[tuple[Unit, int]] = []
-    asked += [] if tokens_per_step is None else [("tokens", tokens_per_step)]
-    asked += [] if samples_per_step is None else [("samples", samples_per_step)]
-    if len(asked) > 1:
+    if tokens_per_step is not None and samples_per_step is not None:
         raise planner.OptionsError("found --tokens-per-step and --samples-per-step; give one of them")
-    if not asked and len(traces) > 1:
+    unit: Unit = "tokens" if samples_per_step is None else "samples"
+    step = tokens_per_step or samples_per_step
+    if step is None and len(traces) > 1:
         raise planner.OptionsError(f"found {len(traces)} traces, wanted one; several are for --tokens-per-step")
     loaded = [planner.Trace.load(trace) for trace in traces]
 
@@ -153,14 +152,12 @@ def advise(
     budgets = arguments.budgets(arguments.size("--device", device), host, storage)
     with working("planning") as progress:
         adviser = Adviser(settings=settings, drives=drives, progress=progress, made=keep)
-        if asked:
-            ((unit, step),) = asked
-            found = adviser.divide(loaded, budgets, step=step, unit=unit)
+        if step is None:
+            data = output.data_of(adviser.advise(loaded[0], budgets)) | {"tiles": tiles_of(loaded[0])}
         else:
-            found = adviser.advise(loaded[0], budgets)
-    data = output.data_of(found) if asked else output.data_of(found) | {"tiles": tiles_of(loaded[0])}
-    show_or_print(data, _geometry_page(data) if asked else _advice_page(data), as_json=as_json)
-    if found.answers[0].predicted is None:
+            data = output.data_of(adviser.divide(loaded, budgets, step=step, unit=unit))
+    show_or_print(data, _advice_page(data) if step is None else _geometry_page(data), as_json=as_json)
+    if data["answers"][0]["predicted"] is None:
         raise typer.Exit(1)
 
 
@@ -185,14 +182,11 @@ def _geometry_page(advice: Data) -> Page:
     }
     page: list[Table | Facts | str] = [Facts(overview), Table(columns=columns, rows=answers)]
     if any(answer["geometry"]["order"] == "layer by layer" for answer in answers):
-        page.append(_LAYER_BY_LAYER)
+        page.append(
+            "layer by layer: each layer runs for all passes before the next one does. teraio never reorders a step, so the "
+            "training loop must do that; predicted only, without what the loop does between layers."
+        )
     return page
-
-
-_LAYER_BY_LAYER = (
-    "layer by layer: each layer runs for all passes before the next one does. teraio never reorders a step, so the training loop "
-    "must do that; predicted only, without what the loop does between layers."
-)
 
 
 def _moved(link: str) -> Column:
@@ -270,9 +264,8 @@ def doctor(
     where, directories = torch.device(chosen), storage or []
     with working("looking at this machine"):
         found = examine(directories, where)
-        described = None if hardware_out is None else measured_machine(directories, where)
-    if hardware_out is not None and described is not None:
-        write_file(hardware_out, described.model_dump_json(by_alias=True, indent=1) + "\n")
+        if hardware_out is not None:
+            write_file(hardware_out, measured_machine(directories, where).model_dump_json(by_alias=True, indent=1) + "\n")
     styles = {"ok": "green", "note": "", "slow": "yellow", "missing": "bold red"}
     columns: dict[str, Column] = {
         "looked at": "what",

@@ -10,7 +10,7 @@ import planner
 from planner.problem import block_activities, host_updatable, live_bytes, mean_active_fraction
 from planner.schema import WaitingTier, short_fingerprint
 from teraio.cli import output
-from teraio.cli.lengths import lengths_of_trace, trace_lengths_table
+from teraio.cli.lengths import lengths_of_trace
 from teraio.cli.output import Column, Data, Facts, Page, Table, exact_bytes, format_bytes, format_seconds
 
 Item = TypeVar("Item")
@@ -110,12 +110,6 @@ def block_summaries(trace: planner.Trace) -> list[Data]:
     ]
 
 
-def idlest_blocks(blocks: Iterable[Data]) -> list[Data]:
-    """Return the movable blocks that are idle for some time, sorted by size times length of the longest inactive period."""
-    idle = [block for block in blocks if block["movable"] and block["size_bytes"] and block["longest_idle_seconds"]]
-    return sorted(idle, key=lambda block: -block["size_bytes"] * block["longest_idle_seconds"])
-
-
 def copy_seconds(trace: planner.Trace, blocks: Iterable[planner.Block]) -> float | None:
     """Return the time of copying blocks out and in again on the links of the tier where that is shortest, if nothing else used
     them; None if no tier can be used."""
@@ -197,11 +191,17 @@ def trace_page(trace: Data, rows: int) -> Page:
         ">elements": lambda update: f"{update['elements']:,}",
         ">time": "seconds",
     }
+    lengths: dict[str, Column] = {
+        ">length": lambda row: f"{row['length']:,}",
+        ">without waiting": "ideal_seconds",
+        ">peak if nothing moves": "peak_bytes",
+        ">floor": "floor_bytes",
+    }
     reasons = {"cannot be recomputed, because": "reason", ">stages": "stages", "such as": "example"}
     return (
         Facts(overview),
         Table(columns={"phase": "phase", ">stages": "stages", ">time": "duration_seconds"}, rows=trace["phases"]),
-        trace_lengths_table(trace["lengths"]),
+        Table(title="by the length of inputs", columns=lengths, rows=trace["lengths"]),
         Table(columns=kinds, rows=trace["kinds"]),
         Table(columns=updates, rows=trace["updates"]),
         Table(columns=reasons, rows=trace["recompute"]["not_recomputed"]),
@@ -242,7 +242,8 @@ def _longest(trace: Data, rows: int) -> Page:
     copy: dict[str, Column] = {"copy": lambda each: "clean" if each["clean"] else "dirty"}
     used: dict[str, Column] = {">active": "active_fraction", **copy, "used by stages": _uses}
     idle: dict[str, Column] = {">longest idle": "longest_idle_seconds", ">idle in all": "idle_seconds", **copy}
-    idlest = idlest_blocks(trace["blocks"])
+    idlest = [each for each in trace["blocks"] if each["movable"] and each["size_bytes"] and each["longest_idle_seconds"]]
+    idlest.sort(key=lambda each: -each["size_bytes"] * each["longest_idle_seconds"])
     return (
         Table(title="longest stages", columns={**stage, **size}, rows=stages, most=rows),
         Table(title="largest blocks", columns={**block, **used}, rows=trace["blocks"], most=rows),

@@ -90,21 +90,19 @@ class Expectation:
     @classmethod
     def of(cls, trace: planner.Trace, timeline: planner.Timeline) -> Expectation:
         """Return what the replay of a plan on `trace` promises."""
-        moved_bytes: dict[str, int] = {}
         busy_seconds: dict[str, float] = {}
         alone_seconds: dict[str, float] = {}
         links = {link.name: link for link in trace.hardware.links}
         for transfer in timeline.transfers:
             name, size = transfer.link, trace.blocks[transfer.block].size_bytes
             seconds = transfer.end_seconds - transfer.start_seconds
-            moved_bytes[name] = moved_bytes.get(name, 0) + size
             busy_seconds[name] = busy_seconds.get(name, 0.0) + seconds
             alone_seconds[name] = alone_seconds.get(name, 0.0) + links[name].seconds(size)
         return cls(
             iteration_seconds=timeline.iteration_seconds,
             ideal_seconds=sum(stage.end_seconds - stage.start_seconds for stage in timeline.stages),
             stall_seconds=tuple(stage.stall_seconds for stage in timeline.stages),
-            link_seconds_per_byte={link: busy_seconds[link] / size for link, size in moved_bytes.items() if size},
+            link_seconds_per_byte={link: busy_seconds[link] / size for link, size in timeline.moved_bytes.items() if size},
             contended=frozenset(n for n, alone in alone_seconds.items() if busy_seconds[n] > _CONTENDED * alone),
         )
 
@@ -168,7 +166,9 @@ def remeasured(trace: planner.Trace, expected: Expectation, observations: Sequen
     between = statistics.median(o.working_seconds - o.rerun_seconds - sum(o.stage_seconds) for o in observations)
     between = max(between, 0.0) / len(measured)
     on_host = _host_seconds(observations)
-    seconds = [_on_device(stage, observations, median) + between for stage, median in enumerate(measured)]
+    # In iterations without an update on the host, if there are any.
+    on_device = ([o.stage_seconds[stage] for o in observations if stage not in o.host_seconds] for stage in range(len(measured)))
+    seconds = [statistics.median(times or [whole]) + between for times, whole in zip(on_device, measured, strict=True)]
     for stage in on_host:  # the time that the device would take was not measured
         seconds[stage] = trace.stages[stage].duration_seconds
     scale = [_ratio(now, stage.duration_seconds) for now, stage in zip(seconds, trace.stages, strict=True)]
@@ -188,17 +188,10 @@ def remeasured(trace: planner.Trace, expected: Expectation, observations: Sequen
     )
 
 
-def _on_device(stage: int, observations: Sequence[Observation], otherwise: float) -> float:
-    """Return the stage's median seconds in iterations without an update on the host; `otherwise` if there are none."""
-    return statistics.median([o.stage_seconds[stage] for o in observations if stage not in o.host_seconds] or [otherwise])
-
-
 def _host_seconds(observations: Sequence[Observation]) -> dict[int, float]:
     """Return the median seconds of updates that ran on the host in most iterations, by stage."""
-    times: dict[int, list[float]] = {}
-    for observation in observations:
-        for stage, seconds in observation.host_seconds.items():
-            times.setdefault(stage, []).append(seconds)
+    stages = {stage for o in observations for stage in o.host_seconds}
+    times = {stage: [o.host_seconds[stage] for o in observations if stage in o.host_seconds] for stage in stages}
     return {stage: statistics.median(each) for stage, each in times.items() if 2 * len(each) > len(observations)}
 
 

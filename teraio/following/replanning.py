@@ -307,14 +307,10 @@ class PlanInForce:
             self._enforce(after)
         else:
             self._enforce(replace(after, schedule=now.schedule, corrections=now.corrections))
-        self._save()
-        return another
-
-    def _save(self) -> None:
-        trace, plan = self._now.profile.trace, self._now.plan
         save(trace, self._options.trace_out)
         save(plan, self._options.plan_out)
         self._keep(trace, plan)
+        return another
 
     def _tell(self, promised: planner.Timeline, old: planner.Timeline | None, *, another: bool) -> None:
         """Log, in one line, why a plan was made again and which plan is followed."""

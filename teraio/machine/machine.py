@@ -28,7 +28,7 @@ from runtime.execution import MeasuredMemory
 from runtime.paging import CheckedMover, Mover, StorageOwnership, Tier, Tiers
 from runtime.storage import Extent, HostStore, Store
 from runtime.system import CudaPinner, pci_address, processors_near
-from runtime.transfer import Engine, LinkRates, OpenEngine, PathCandidate, StoragePath, choose_path, cpu_candidates, open_path
+from runtime.transfer import Engine, LinkRates, OpenEngine, PathCandidate, choose_path, cpu_candidates, open_path
 from teraio.machine.budgets import ResolvedBudgets, resolve_budgets, seen_by_ranks
 from teraio.options import Options
 from teraio.ranks import RankGroup
@@ -223,7 +223,6 @@ def open_storage(
     forced = None if options.storage_path == "auto" else options.storage_path
     drives = tuple(path.stat().st_dev for path in options.storage if path.is_dir())  # a missing one is reported when it is opened
     key = device, drives, forced, options.checksums
-    path: StoragePath
     if key in shared.storage:
         path = open_path(candidates, *shared.storage[key], open_engine=open_engine)
     else:
@@ -326,24 +325,18 @@ def open_cpu(options: Options, budgets: ResolvedBudgets, shared: Shared) -> Mach
 def _cpu_mover(
     options: Options, memory: CpuMemory, opened: list[OpenTier], ownership: StorageOwnership, undo: ExitStack
 ) -> Mover:
-    tiers = Tiers([each.tier for each in opened], ownership=ownership, mapped=not _can_keep_slots(options))
-    undo.callback(tiers.close)
-    mover = CpuMover(memory, tiers, poison=options.debug)
     checks = options.checksums or options.debug
-    return CheckedCpuMover(mover, memory, debug=options.debug) if checks else mover
-
-
-def _can_keep_slots(options: Options) -> bool:
-    """Whether all blocks can be checked, if the options ask for it. Logs a warning if not."""
-    if not options.checksums and not options.debug:
-        return False
-    if not (tells := system_tells()):
+    checks_all = checks and system_tells()
+    if checks and not checks_all:
         logger.warning(
             "no byte of parameters, gradients and optimizer states is checked by checksums or debug here, only activations are: "
             "your code can write to the others while they wait, and /proc/self/pagemap of this system does not tell which pages "
             "it wrote"
         )
-    return tells
+    tiers = Tiers([each.tier for each in opened], ownership=ownership, mapped=not checks_all)
+    undo.callback(tiers.close)
+    mover = CpuMover(memory, tiers, poison=options.debug)
+    return CheckedCpuMover(mover, memory, debug=options.debug) if checks else mover
 
 
 # -- training on a GPU: pinned main memory and drives are the lower tiers

@@ -149,11 +149,9 @@ class _GraphAdditions:
     def after_stage(self, number: int, read: Sequence[Block], slots: list[Any]) -> None:
         """Add the gradients that are due, and take them out of `slots`. Waits for those of earlier passes."""
         due = self._due.pop(number, ())
-        if due:
-            self._add(f"{self._program.stages[number].name}.add", due, slots)
-
-    def _add(self, name: str, due: Sequence[_Addition], slots: list[Any]) -> None:
-        pager = self._by.pager
+        if not due:
+            return
+        pager, name = self._by.pager, f"{self._program.stages[number].name}.add"
         totals = _known(pager.known_block(each.total) for each in due)
         made = _known(pager.known_block(slots[each.slot]) for each in due)
 

@@ -157,9 +157,8 @@ class OptimizerFacts:
     def state_sizes(self, parameter: Tensor) -> list[int]:
         """Return the bytes of each tensor that the optimizer keeps for the parameter, without the master."""
         size = self.master_bytes(parameter) or bytes_of(parameter)
-        if (
-            self.from_torch and self.name == "Adafactor" and self.states_per_parameter and parameter.dim() > 1
-        ):  # keeps a row and a column of a matrix
+        factored = self.from_torch and self.name == "Adafactor" and self.states_per_parameter
+        if factored and parameter.dim() > 1:  # keeps a row and a column of a matrix
             return [size // max(parameter.shape[dim], 1) for dim in (-1, -2)]
         return [size] * self.states_per_parameter
 
@@ -214,11 +213,8 @@ def _reason_to_stay_whole(optimizer: Optimizer, *, from_torch: bool, by_paramete
         return "it is differentiable"
     # A hook that runs after teraio's may still change gradients. A hook that runs before it must see all parameters.
     everywhere = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-    if any(
-        not isinstance(_owner(h), OwnHooks) for h in (*everywhere, *_hooks_of(optimizer, "pre"), *_hooks_of(optimizer, "post"))
-    ):
-        return "there are step hooks besides teraio's"
-    return None
+    hooks = (*everywhere, *_hooks_of(optimizer, "pre"), *_hooks_of(optimizer, "post"))
+    return None if all(isinstance(_owner(hook), OwnHooks) for hook in hooks) else "there are step hooks besides teraio's"
 
 
 def _reason_against_host(optimizer: Optimizer, elementwise: bool, is_alone: bool) -> str | None:

@@ -143,10 +143,9 @@ def leaves() -> dict[int, Leaf]:
     node: Any = torch._C._current_autograd_node()
     if node is None:
         return {}
-    functions = [function for function, _ in node.next_functions]
     return {
         edge: Leaf(function.variable, function)
-        for edge, function in enumerate(functions)
+        for edge, (function, _) in enumerate(node.next_functions)
         if type(function).__name__ == "AccumulateGrad"
     }
 

@@ -37,8 +37,7 @@ from runtime.system import annotate, first_of, machine_cores
 from teraio.optimizer.arithmetic import Replica, update_replicas
 from teraio.optimizer.facts import OptimizerFacts, OwnedParameter, bytes_of, moves
 
-_MAX_ELEMENTS = 4 << 20  # elements of a measured update; fewer if the host tier has less room
-_MIN_ELEMENTS = 64 << 10
+_ELEMENTS = (4 << 20, 1 << 20, 256 << 10, 64 << 10)  # of a measured update: fewer if the host tier has less room
 _RUNS = 3
 _ATTEMPTS = 32  # how often to look for room to measure in, since the host tier may be full for a while
 
@@ -276,14 +275,12 @@ class HostRates:
         return None if each is None else each * elements
 
     def _measure(self, facts: OptimizerFacts, dtype: torch.dtype) -> float | None:
-        count = _MAX_ELEMENTS
-        while count >= _MIN_ELEMENTS:
+        for count in _ELEMENTS:
             with ExitStack() as last:
                 updates = [last.enter_context(self._update(facts, dtype, count)) for _ in range(self._copies)]
                 ready = [update for update in updates if update is not None]
                 if len(ready) == len(updates):
                     return _seconds_together(ready, self.threads) / count
-            count //= 4
         return None
 
     @contextmanager

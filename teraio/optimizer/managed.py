@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -38,9 +39,9 @@ class ManagedOptimizer:
 
     by: all managed optimizers, this one among them. facts: what was last read from the optimizer; `renew` reads them again.
     subgroups: how its parameters are cut. chosen: whether the user gave it to `teraio.manage_optimizer`.
-    adoption_due: whether user code may have given it states that are no blocks yet. small_bytes: of all tensors in its state that
-    are no blocks. had_blocks: whether a parameter of it was found to be a block once. Where everything fits, other memory that it
-    got since is none.
+    adoption_due: whether user code may have given it states that are no blocks yet. load_hook: on `load_state_dict`; None before
+    its states have become blocks once. small_bytes: of all tensors in its state that are no blocks. had_blocks: whether a
+    parameter of it was found to be a block once. Where everything fits, other memory that it got since is none.
     """
 
     def __init__(self, optimizer: Optimizer, by: ManagedOptimizers) -> None:
@@ -50,7 +51,7 @@ class ManagedOptimizer:
         self.chosen = False
         self.adoption_due = False
         self.had_blocks = False
-        self._load_hook: RemovableHandle | None = None
+        self.load_hook: RemovableHandle | None = None
         self._give_back: Callable[[], None] | None = None
         # By number of the parameter, name of the state, and position among the tensors of that name.
         self._blocks_of_states: dict[tuple[int, str, int], Block] = {}
@@ -77,11 +78,6 @@ class ManagedOptimizer:
 
     # -- states that user code brings
 
-    @property
-    def adopted(self) -> bool:
-        """Whether its states have become blocks once."""
-        return self._load_hook is not None
-
     def adopt(self, loaded: Callable[[Optimizer], None]) -> None:
         """Make blocks of its large states, and count the others. Call `loaded` when `load_state_dict` has brought others.
 
@@ -95,13 +91,8 @@ class ManagedOptimizer:
                     state[name] = self._copied(state[name])  # who owns the old one too, such as a loaded dictionary, keeps that
             self.state_blocks(owned)
         self.count_states()
-        if self._load_hook is None:
-            self._load_hook = self.facts.optimizer.register_load_state_dict_post_hook(loaded)
-
-    def forget_loads(self) -> None:
-        """Remove the hook on `load_state_dict`."""
-        if self._load_hook is not None:
-            self._load_hook.remove()
+        if self.load_hook is None:
+            self.load_hook = self.facts.optimizer.register_load_state_dict_post_hook(loaded)
 
     # -- its states
 
@@ -211,25 +202,23 @@ class ManagedOptimizer:
         return give_back is not None
 
 
+@dataclass(eq=False)
 class ManagedOptimizers:
     """The `ManagedOptimizer` of each optimizer of the process. Keeps no optimizer alive.
 
     buckets, sharded: what other libraries hold of gradients and parameters. on_host: whether subgroups may update on the host.
     """
 
-    def __init__(
-        self,
-        pager: Pager,
-        observer: IterationObserver,
-        sizes: SubgroupSizes,
-        *,
-        sharded: ShardedParameters | None = None,
-        on_host: bool = False,
-    ) -> None:
-        self.pager, self.observer, self.sizes, self.on_host = pager, observer, sizes, on_host
-        self.buckets = GradientBuckets()
-        self.sharded = sharded or ShardedParameters(pager)
-        self._managed: weakref.WeakKeyDictionary[Optimizer, ManagedOptimizer] = weakref.WeakKeyDictionary()
+    pager: Pager
+    observer: IterationObserver
+    sizes: SubgroupSizes
+    sharded: ShardedParameters
+    _: KW_ONLY
+    on_host: bool = False
+    buckets: GradientBuckets = field(init=False, default_factory=GradientBuckets)
+    _managed: weakref.WeakKeyDictionary[Optimizer, ManagedOptimizer] = field(
+        init=False, default_factory=weakref.WeakKeyDictionary
+    )
 
     def __iter__(self) -> Iterator[ManagedOptimizer]:
         for _optimizer, managed in list(self._managed.items()):  # the list keeps the optimizers alive meanwhile

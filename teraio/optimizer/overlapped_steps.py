@@ -110,7 +110,7 @@ class OverlappedSteps:
         if chosen and (problem := next(filter(None, (pass_problem([each.leaf for each in chosen]), *reasons)), None)) is not None:
             self.watch.say(chosen[0].parameter, problem)
             return []
-        return [each._replace(blocks=each.owned_blocks()) for each in chosen]
+        return [each._replace(blocks=(each.own_block(), *each.managed.state_blocks(each.owned))) for each in chosen]
 
     def _qualified(self, leaf: Leaf, final: FinalGradient) -> Member | None:
         eligibility = self.watch.eligibility(leaf.parameter)
@@ -223,10 +223,9 @@ class Member(NamedTuple):
     def owned(self) -> OwnedParameter:
         return OwnedParameter(self.eligibility.number, self.eligibility.group, self.parameter)
 
-    def owned_blocks(self) -> tuple[Block, ...]:
-        """Return the blocks. What is none becomes one."""
-        own = self.managed.block(self.parameter, f"optimizer/parameter.{self.eligibility.number}", "parameter")
-        return own, *self.managed.state_blocks(self.owned)
+    def own_block(self) -> Block:
+        """Return the parameter's block. What is none becomes one."""
+        return self.managed.block(self.parameter, f"optimizer/parameter.{self.eligibility.number}", "parameter")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -47,16 +46,20 @@ from teraio.optimizer.subgroups import ParameterSubgroup, SubgroupSizes
 logger = logging.getLogger("teraio")
 
 
+# Marks optimizers whose parameters no other rank updates: those inside a `ZeroRedundancyOptimizer`.
+_UPDATED_HERE = OwnHooks()
+_UPDATED_HERE.updates_alone = True
+
+
 class OptimizerSteps(OwnHooks):
     """Hooks every optimizer of the process that updates managed parameters. Call `close` to remove the hooks.
 
     active: returns whether steps are managed now. step_done: called with the optimizer after each step of it, when all
-    bookkeeping is finished. automatic: manage every optimizer; if False, only those given to `manage`. ensure_room: called before
-    an optimizer makes states, with the bytes of all states that it will have; may raise StorageFullError. rates: of updates on
-    the host, None if there is no host tier. sizes: chooses how large subgroups are. overlap: update parameters inside the
-    backward pass where possible; the attribute `overlap` is then the interface of that option for compiled graphs, else None.
-    sharded: shards of the parameters that the graphs take. broadcasts: makes stages of what `ZeroRedundancyOptimizer` sends.
-    buckets_due: whether there may be buckets of gradients that are not counted yet.
+    bookkeeping is finished. automatic: manage every optimizer; if False, only those given to `manage`. ensure_room, rates: see
+    `SubgroupSteps`. sizes: chooses how large subgroups are. overlap: update parameters inside the backward pass where possible;
+    the attribute `overlap` is then the interface of that option for compiled graphs, else None. sharded: shards of the parameters
+    that the graphs take. broadcasts: makes stages of what `ZeroRedundancyOptimizer` sends. buckets_due: whether there may be
+    buckets of gradients that are not counted yet.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class OptimizerSteps(OwnHooks):
         self._step_done = step_done
         self._automatic = automatic
         self._optimizers = ManagedOptimizers(
-            pager, observer, sizes or SubgroupSizes(), sharded=sharded, on_host=rates is not None
+            pager, observer, sizes or SubgroupSizes(), sharded or ShardedParameters(pager), on_host=rates is not None
         )
         self._subgroups = SubgroupSteps(pager, observer, rates=rates, ensure_room=ensure_room)
         self._whole = _WholeSteps(pager, observer)
@@ -86,7 +89,7 @@ class OptimizerSteps(OwnHooks):
         self._reads_where_it_waits = not pager.device.asynchronous  # so a step can do without having its states brought in
         self.buckets_due = True
         self._broadcasts = broadcasts
-        self._owners = _OwnerHooks()
+        self._marks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._said: set[str] = set()
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
 
@@ -94,11 +97,9 @@ class OptimizerSteps(OwnHooks):
         """Remove the hooks. Waits until no update runs any more."""
         self._whole.give_up()
         self._subgroups.host.close()
-        self._owners.close()
-        for handle in self._handles:
+        loads = [managed.load_hook for managed in self._optimizers if managed.load_hook is not None]
+        for handle in (*self._handles, *self._marks.values(), *loads):
             handle.remove()
-        for managed in self._optimizers:
-            managed.forget_loads()
 
     def manage(self, optimizer: Optimizer) -> None:
         """Manage this optimizer, whatever `automatic` says. Its states become blocks as soon as one of its parameters is one.
@@ -147,7 +148,8 @@ class OptimizerSteps(OwnHooks):
         refuse_overlapping(optimizer)
         inside = optimizer_inside(optimizer)
         if inside is not None:  # its step is the one that counts
-            self._owners.mark(inside)
+            if inside not in self._marks:
+                self._marks[inside] = inside.register_step_pre_hook(_UPDATED_HERE.there)
             if self._broadcasts is not None:
                 self._broadcasts.watch(optimizer)
             return None
@@ -174,21 +176,18 @@ class OptimizerSteps(OwnHooks):
             if reason is not None:
                 if facts.keeps_masters:
                     refuse_with_masters(facts, reason)
-                self._say(f"{facts.name} is updated as a whole: {reason}")
+                if (message := f"{facts.name} is updated as a whole: {reason}") not in self._said:
+                    self._said.add(message)
+                    logger.info("%s", message)
                 if closure_of(args, kwargs) is not None and not facts.closure_first:  # its passes need the memory
                     return
-            if not managed.adopted:
+            if managed.load_hook is None:
                 managed.adopt(self._loaded)
             if reason is None:
                 undo_if_interrupted(managed.step_ended)  # also if PyTorch's own call, or the way to it, is interrupted
                 self._subgroups.run(managed, done=done)
             else:
                 self._whole.begin(managed, reason)
-
-    def _say(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            logger.info("%s", message)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -209,16 +208,6 @@ class OptimizerSteps(OwnHooks):
 _WHOLE = "optimizer/whole"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RunningStep:
-    """A step that runs: whose it is, what is held for it, and since when it runs."""
-
-    managed: ManagedOptimizer
-    subgroup: ParameterSubgroup
-    begin: Mark
-    annotation: AbstractContextManager[object]
-
-
 class _WholeSteps:
     """Steps that cannot be cut. Holds the blocks of one step at a time between the step's hooks.
 
@@ -229,7 +218,8 @@ class _WholeSteps:
     def __init__(self, pager: Pager, observer: IterationObserver) -> None:
         self._pager = pager
         self._observer = observer
-        self._running: _RunningStep | None = None
+        # Whose step runs, what is held for it, since when it runs, and what names it for profilers.
+        self._running: tuple[ManagedOptimizer, ParameterSubgroup, Mark, AbstractContextManager[object]] | None = None
 
     def begin(self, managed: ManagedOptimizer, reason: str) -> None:
         """Bring in all that the step will touch, if it fits. Waits for it.
@@ -250,7 +240,7 @@ class _WholeSteps:
             fetch = self._observer.stage_reached()
             self._pager.acquire(subgroup.read, subgroup.workspace_bytes, _WHOLE, then_fetch=fetch)
         annotation, begin = annotate("update", _WHOLE), self._observer.mark()
-        self._running = _RunningStep(managed=managed, subgroup=subgroup, begin=begin, annotation=annotation)
+        self._running = managed, subgroup, begin, annotation
         annotation.__enter__()
 
     def end(self, managed: ManagedOptimizer) -> bool:
@@ -258,12 +248,11 @@ class _WholeSteps:
 
         Waits until no state of it is being copied.
         """
-        running = self._running
-        if running is None or running.managed is not managed:
+        if self._running is None or self._running[0] is not managed:
             return False
-        self._running = None
-        subgroup, end = running.subgroup, self._observer.mark()
-        running.annotation.__exit__(None, None, None)
+        (_, subgroup, begin, annotation), self._running = self._running, None
+        end = self._observer.mark()
+        annotation.__exit__(None, None, None)
         with self._pager.device.region():
             try:
                 made = managed.made_states(owned_parameters(managed.facts.optimizer), subgroup.read)
@@ -279,7 +268,7 @@ class _WholeSteps:
                     made=made,
                     written=[block for block in subgroup.written if not block.dead],
                 ),
-                running.begin,
+                begin,
                 end,
             )
             self._observer.region_ended()
@@ -290,28 +279,10 @@ class _WholeSteps:
         """Let go of the blocks: the step has failed, or runs compiled regions of its own. Never waits."""
         running, self._running = self._running, None
         if running is not None:
-            running.annotation.__exit__(None, None, None)
-            self._pager.retire(running.subgroup.read, running.subgroup.read)
+            _, subgroup, _, annotation = running
+            annotation.__exit__(None, None, None)
+            self._pager.retire(subgroup.read, subgroup.read)
             self._observer.region_ended()
-
-
-class _OwnerHooks(OwnHooks):
-    """Marks optimizers whose parameters no other rank updates: those inside a `ZeroRedundancyOptimizer`."""
-
-    updates_alone = True
-
-    def __init__(self) -> None:
-        self._handles: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
-
-    def mark(self, optimizer: Optimizer) -> None:
-        """Mark the optimizer, unless it is marked."""
-        if optimizer not in self._handles:
-            self._handles[optimizer] = optimizer.register_step_pre_hook(self.there)
-
-    def close(self) -> None:
-        """Remove the marks."""
-        for handle in self._handles.values():
-            handle.remove()
 
 
 # -- the steps of the whole process, before there is a training run and beside all runs

@@ -267,10 +267,8 @@ class GradientVersions:
 
     def unchanged(self) -> set[Block]:
         """Return the blocks of gradients that have not been written since."""
-        same: dict[Block, bool] = {}
-        for gradient, block, version in self._versions:
-            same[block] = same.get(block, True) and gradient._version == version
-        return {block for block, is_same in same.items() if is_same}
+        written = {block for gradient, block, version in self._versions if gradient._version != version}
+        return {block for _, block, _ in self._versions} - written
 
 
 # -- the update of one parameter by slices

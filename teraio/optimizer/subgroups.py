@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from types import MappingProxyType
 
@@ -37,32 +37,25 @@ MIN_SUBGROUP_BYTES = 4 * MIN_MOVED_BYTES
 UPDATE_SECONDS = 200e-6
 
 
+@dataclass(eq=False)
 class SubgroupSizes:
     """Chooses the size once, for all optimizers of a run. It stays the same in all iterations, since a plan depends on it.
 
-    hardware: returns the measured links. given_bytes: the size to use, since a given plan was made for it.
+    hardware: returns the measured links. used_bytes: the size, given if a given plan was made for it; None before it is chosen.
     min_bytes: the smallest size to choose. max_bytes: returns the largest size to choose, from the bytes of room.
-    used_bytes: the size; None before it is chosen.
     """
 
-    def __init__(
-        self,
-        hardware: Callable[[], Hardware] | None = None,
-        *,
-        given_bytes: int | None = None,
-        min_bytes: int = MIN_SUBGROUP_BYTES,
-        max_bytes: Callable[[int], int] = largest_subgroup_bytes,
-    ) -> None:
-        self.used_bytes = given_bytes
-        self._hardware = hardware
-        self._min_bytes = min_bytes
-        self._max_bytes = max_bytes
+    hardware: Callable[[], Hardware] | None = None
+    _: KW_ONLY
+    used_bytes: int | None = None
+    min_bytes: int = MIN_SUBGROUP_BYTES
+    max_bytes: Callable[[int], int] = largest_subgroup_bytes
 
     @property
     def subgroup_bytes(self) -> int:
         """Bytes of parameters, gradients and states to update together at most."""
         # If none was chosen, all are one subgroup; that must not decide for optimizers that come later.
-        return self.used_bytes or self._min_bytes
+        return self.used_bytes or self.min_bytes
 
     def choose(self, sizes: Sequence[int], room_bytes: int | None, *, others_bytes: int = 0) -> int:
         """Choose the size if that is possible and has not been done yet. Return `subgroup_bytes`.
@@ -70,7 +63,7 @@ class SubgroupSizes:
         sizes: bytes of each parameter of the optimizer, with gradient and states. others_bytes: the same for all parameters of
         other optimizers together. room_bytes: what the budget leaves for blocks that can leave; None without a budget.
         """
-        if self.used_bytes is None and sum(sizes) > self._min_bytes and len(sizes) > 1:
+        if self.used_bytes is None and sum(sizes) > self.min_bytes and len(sizes) > 1:
             self.used_bytes = self._best(sum(sizes) + others_bytes, room_bytes)
         return self.subgroup_bytes
 
@@ -78,7 +71,7 @@ class SubgroupSizes:
         """Return the size by [Note: The size of subgroups]; a usual one without a budget, the largest without known links."""
         if room_bytes is None:
             return UNMEASURED_BYTES
-        hardware = self._hardware() if self._hardware is not None else None
+        hardware = self.hardware() if self.hardware is not None else None
         stations: tuple[Station, ...] = ()
         if hardware is not None:
             # Most states wait in the host tier if there is room for all of them, and there is one.
@@ -86,7 +79,7 @@ class SubgroupSizes:
             if found := [tier for tier in tiers if hardware.link(tier, "device") is not None]:
                 stations = stations_of_step(hardware, found[0], update_seconds=UPDATE_SECONDS)
         best = subgroup_bytes(
-            stations, total_bytes=total_bytes, smallest_bytes=self._min_bytes, largest_bytes=self._max_bytes(room_bytes)
+            stations, total_bytes=total_bytes, smallest_bytes=self.min_bytes, largest_bytes=self.max_bytes(room_bytes)
         )
         basis = "chosen from measured rates" if stations else "a default, as no rate was measured"
         logger.info("optimizers are updated in subgroups of about %s bytes (%s)", f"{best:,}", basis)
@@ -394,14 +387,11 @@ class Subgroups:
         room = self._room_bytes()
         if room is None:
             return frozenset()
-        pairs = list(zip(step.updates, step.parameters, strict=True))
-        temporaries = [step.facts.temporary_bytes([owned.tensor]) if update.elements else 0 for update, owned in pairs]
-        if sum(step.sizes) + max(temporaries, default=0) <= room:
+        updated = [owned for owned in step.parameters if step.updates[owned.number].elements]
+        temporaries = {owned.number: step.facts.temporary_bytes([owned.tensor]) for owned in updated}
+        if sum(step.sizes) + max(temporaries.values(), default=0) <= room:
             return frozenset()
-        needed = [
-            update.total_bytes + more if update.elements else 0 for update, more in zip(step.updates, temporaries, strict=True)
-        ]
-        return frozenset(number for number, size in enumerate(needed) if size > room / 2)
+        return frozenset(number for number, more in temporaries.items() if step.sizes[number] + more > room / 2)
 
     def _slicings(self, step: PendingStep, numbers: frozenset[int]) -> dict[int, Slicing]:
         """Return how these parameters are cut into slices, by number; without those that cannot be."""

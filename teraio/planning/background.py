@@ -17,6 +17,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -82,7 +83,7 @@ class PlanningJob:
     def _work(self, trace: planner.Trace, budgets: planner.Budgets, seconds: float) -> None:
         try:
             with _nameless("trace") as trace_path, _nameless("plan") as plan_path, _lifeline() as stdin:
-                self._result = self._solve((trace_path, plan_path), stdin, trace, budgets, seconds)
+                self._result = self._solve(trace_path, plan_path, stdin, trace, budgets, seconds)
         except planner.TeraioError as error:
             self._result = error
         except OSError as error:
@@ -91,15 +92,13 @@ class PlanningJob:
             self._done.set()
 
     def _solve(
-        self, paths: tuple[str, str], stdin: int, trace: planner.Trace, budgets: planner.Budgets, seconds: float
+        self, trace_path: str, plan_path: str, stdin: int, trace: planner.Trace, budgets: planner.Budgets, seconds: float
     ) -> planner.Plan:
-        """Return the plan. paths: of the files for the trace and for the plan."""
-        trace_path, plan_path = paths
         Path(trace_path).write_text(trace.text())
         if self._known is not None:
             Path(plan_path).write_text(self._known.text())
         lower = ["-" if size is None else str(size) for size in (budgets.host_bytes, budgets.storage_bytes)]
-        command = [sys.executable, "-m", "planner.worker", *paths]
+        command = [sys.executable, "-m", "planner.worker", trace_path, plan_path]
         command += [str(budgets.device_bytes), *lower, str(seconds)]
         home = Path(planner.__file__).parents[1]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")])}
@@ -107,7 +106,7 @@ class PlanningJob:
             command,
             cwd=home,  # nothing in the user's folder may stand in for a module
             env=environment,
-            pass_fds=[int(Path(path).name) for path in paths],
+            pass_fds=[int(Path(path).name) for path in (trace_path, plan_path)],
             stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -318,6 +317,7 @@ StartJob = Callable[..., PlanningJob]  # with its arguments; never waits for the
 Choose = Callable[[planner.Plan], planner.Plan]
 
 
+@dataclass(eq=False)
 class BackgroundPlanner:
     """Makes plans while training goes on, at most one at a time.
 
@@ -325,38 +325,30 @@ class BackgroundPlanner:
     makes. All calls are for the training thread, but `wait` is for any.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        machine: Machine,
-        pager: Pager,
-        *,
-        start_job: StartJob = PlanningJob,
-        ranks: RankGroup | None = None,
-    ) -> None:
-        self._options = options
-        self._machine = machine
-        self._pager = pager
-        self._start_job = start_job
-        self._job: PlanningJob | None = None
-        self._trace: planner.Trace | None = None
-        self._ranks = ranks
-        self._shared: RankPlan | None = None
-        self._asked: dict[str, int] = {}
-        self._signed: tuple[planner.Trace, str] | None = None
-        self._choose: Choose | None = None
+    options: Options
+    machine: Machine
+    pager: Pager
+    _: KW_ONLY
+    start_job: StartJob = PlanningJob
+    ranks: RankGroup | None = None
+    _job: PlanningJob | None = field(init=False, default=None)
+    _trace: planner.Trace | None = field(init=False, default=None)
+    _shared: RankPlan | None = field(init=False, default=None)
+    _asked: dict[str, int] = field(init=False, default_factory=dict)
+    _signed: tuple[planner.Trace, str] | None = field(init=False, default=None)
+    _choose: Choose | None = field(init=False, default=None)
 
     def budgets(self, profile: Profile) -> planner.Budgets:
         """Return what a plan for this profile may use of each tier."""
         # Optimizer states that always stay in a lower tier, see [Note: Updates by slices], are in no trace: their slots are
         # not free.
         taken = {"host": 0, "storage": 0}
-        for block in self._pager.blocks:
+        for block in self.pager.blocks:
             if block.kind == "optimizer_state" and block not in profile.ids and block.slot is not None and block.tier is not None:
                 taken[block.tier] += block.slot.size_bytes
-        host, storage = self._machine.host_bytes, self._machine.budgets.storage
+        host, storage = self.machine.host_bytes, self.machine.budgets.storage
         return planner.Budgets(
-            device_bytes=self._pager.account.budget_bytes or 0,
+            device_bytes=self.pager.account.budget_bytes or 0,
             host_bytes=None if host is None else max(host - taken["host"], 0),
             storage_bytes=None if storage is None else max(storage - taken["storage"], 0),
         )
@@ -381,29 +373,29 @@ class BackgroundPlanner:
         """
         self.cancel()
         self._trace, self._choose = trace, choose
-        if self._ranks is None:
+        if self.ranks is None:
             self._start_job_for(trace, budgets, known)
             return
         name, signature = self._next_name(trace, budgets)
         self._asked[signature] = self._asked.get(signature, 0) + 1
         self._shared = RankPlan(
-            self._ranks,
+            self.ranks,
             trace,
             budgets,
             name=name,
             start=lambda: self._start_job_for(trace, budgets, known),
             take=self._take_job,
-            timeout_seconds=self._options.rank_timeout,
+            timeout_seconds=self.options.rank_timeout,
         )
 
     def wanted(self, trace: planner.Trace, budgets: planner.Budgets) -> bool:
         """Return whether another rank that runs the same iteration has started to plan, and this one has not. Never waits."""
-        if self._ranks is None or self.busy:
+        if self.ranks is None or self.busy:
             return False
         try:
-            return self._ranks.called(self._next_name(trace, budgets)[0])
+            return self.ranks.called(self._next_name(trace, budgets)[0])
         except RankError as error:
-            self._ranks = None
+            self.ranks = None
             logger.warning("this rank plans for itself from now on: %s", error)
             return False
 
@@ -415,7 +407,7 @@ class BackgroundPlanner:
         return f"plan {self._asked.get(signature, 0) + 1} of {signature}", signature
 
     def _start_job_for(self, trace: planner.Trace, budgets: planner.Budgets, known: planner.Plan | None) -> None:
-        self._job = self._start_job(trace, budgets, time_limit_seconds=self._options.solver_time_limit, known=known)
+        self._job = self.start_job(trace, budgets, time_limit_seconds=self.options.solver_time_limit, known=known)
 
     def take(self) -> tuple[planner.Trace, planner.Plan] | None:
         """Return the plan with the trace that it was made for if it is ready, else None. Afterwards there is no job. Never waits.
@@ -424,7 +416,7 @@ class BackgroundPlanner:
         """
         trace = self._trace
         try:
-            plan = self._take_job() if self._shared is None else self._shared.plan(self._pager.iteration)
+            plan = self._take_job() if self._shared is None else self._shared.plan(self.pager.iteration)
         except planner.TeraioError:
             self._shared = self._trace = None
             raise

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -91,15 +92,13 @@ def eager_codegen(module: GraphModule, inputs: Sequence[Any], options: dict[str,
     return run
 
 
-@contextlib.contextmanager
-def _fresh_tracing_context() -> Iterator[None]:
+def _fresh_tracing_context() -> AbstractContextManager[Any]:
     """Hide metadata of the whole graph (donated buffers, strides) while a subgraph is compiled, whose inputs are others."""
     outer = TracingContext.try_get()
     fake_mode = outer.fake_mode if outer is not None else None
     inner = TracingContext(fake_mode)
     inner.output_strides = []
-    with tracing(inner):
-        yield
+    return tracing(inner)
 
 
 _CACHE_SIZE = "L2_cache_size"  # the attribute in which Inductor's benchmarker remembers the size of the cache that it empties

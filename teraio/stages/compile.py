@@ -100,7 +100,9 @@ class StageCompiler:
         identity = self._graphs
         self._graphs += 1
         is_forward = phase == "forward"
-        prepare(gm.graph)
+        describe(gm.graph)
+        ops.compute_sizes(gm.graph)
+        wait_for_all(gm.graph)
         subgraphs = self._subgraphs(gm, name_of(phase, identity), floor_bytes=0 if is_forward else self._forward_bytes)
         reasons = self._reasons(gm, subgraphs, inputs) if is_forward else [""] * len(subgraphs)
         functions = [self._function(subgraph, options) for subgraph in subgraphs]
@@ -138,11 +140,11 @@ class StageCompiler:
     def _tile(self, graph: Graph, name: str, speed: Speed) -> None:
         """Have what is marked run in tiles, and note what that is."""
         takes: dict[Node, float] = {}  # of the graph as it is before the first region
-        for region in tile(graph):
+        for tiles, whole_bytes, operators in tile(graph):
             takes = takes or {node: seconds(node, speed) for node in graph.nodes}
-            again = 0.0 if name.startswith("forward") else sum(takes[node] for node in region.again)
-            what = f"{name}/{path_of_modules(list(region.operators))}"
-            made = Tiled(what=what, tiles=region.tiles, whole_bytes=region.whole_bytes, again_seconds=0.0)
+            of_forward = [node for node in operators if node.meta.get("partitioner_tag") == "is_forward"]
+            again = 0.0 if name.startswith("forward") else sum(takes[node] for node in of_forward)
+            made = Tiled(what=f"{name}/{path_of_modules(operators)}", tiles=tiles, whole_bytes=whole_bytes, again_seconds=0.0)
             self._tiled.append((made, again / sum(takes.values())))
 
     def _function(self, subgraph: Subgraph, options: dict[str, Any]) -> StageFunction:
@@ -191,13 +193,6 @@ def _hints(strides: Sequence[int | torch.SymInt]) -> tuple[int, ...] | None:
     """
     known = [stride if isinstance(stride, int) else stride.node.hint for stride in strides]
     return None if None in known else tuple(map(int, known))
-
-
-def prepare(graph: Graph) -> None:
-    """Make a graph ready to be cut. Changes `graph`; what it computes stays the same."""
-    describe(graph)
-    ops.compute_sizes(graph)
-    wait_for_all(graph)
 
 
 def describe(graph: Graph) -> None:
@@ -350,12 +345,8 @@ def user_results(output: Node, phase: Phase) -> tuple[int, ...]:
 
 def _unique(names: list[str]) -> list[str]:
     """Append a number to a name that has occurred before (`forward/root:2`)."""
-    seen: dict[str, int] = {}
-    unique = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        unique.append(name if seen[name] == 1 else f"{name}:{seen[name]}")
-    return unique
+    numbers = [names[: place + 1].count(name) for place, name in enumerate(names)]
+    return [name if number == 1 else f"{name}:{number}" for name, number in zip(names, numbers, strict=True)]
 
 
 class _Sizes(dict[Node, tuple[int, int]]):

@@ -15,7 +15,7 @@ import itertools
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -282,11 +282,7 @@ def _inlined(nodes: Sequence[Node]) -> dict[Node, frozenset[Node]]:
     found: dict[Node, frozenset[Node]] = {}
     for node in nodes:
         free = ops.is_view(node) or ops.is_getitem(node)
-        if (
-            node.op != "call_function"
-            or not (free or _is_pointwise(node) or ops.is_creation(node))
-            or (node in stored and not free)
-        ):
+        if not free and (node in stored or not (_is_pointwise(node) or ops.is_creation(node))):
             continue
         origins = frozenset(o for source in node.all_input_nodes for o in found.get(source, frozenset((source,))))
         if free or len(origins) <= _MOST_READ:
@@ -359,8 +355,10 @@ def operator_kernel(operator: torch._ops.OpOverload, arguments: Mapping[str, Any
         return None
     sizes = {key: ops.storage_bytes(tensor) for key, tensor in read.items()}
     written_bytes = sum(map(ops.storage_bytes, (*made, *changed)))
-    for unread in _unread(operator, arguments):
-        sizes.pop(id(unread), None)
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.is_out or (position == 0 and name in _OVERWRITING):
+            for unread in ops.fake_tensors(arguments.get(argument.name)):
+                sizes.pop(id(unread), None)
     if name in _LOOKUPS:
         first = next(iter(sizes))
         sizes[first] = min(sizes[first], written_bytes)
@@ -368,13 +366,6 @@ def operator_kernel(operator: torch._ops.OpOverload, arguments: Mapping[str, Any
     dtype = ops.precision([*read.values(), *made])
     operations = operator_flops(operator, list(arguments.values()), {}, result)
     return _heavy(operator, arguments, result, operations, dtype, touched) if operations else Kernel(0.0, dtype, touched)
-
-
-def _unread(operator: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the arguments that are not read."""
-    for position, argument in enumerate(operator._schema.arguments):
-        if argument.is_out or (position == 0 and ops.base_name(operator) in _OVERWRITING):
-            yield from ops.fake_tensors(arguments.get(argument.name))
 
 
 # Operators that Inductor fuses with others, beside those that work on each element by itself.
@@ -413,14 +404,8 @@ def _becomes_a_result(node: Node) -> bool:
 
 def _is_fused(node: Node) -> bool:
     """Return whether Inductor certainly writes code of its own for the operator, and calls none of a library."""
-    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else []
-    return (
-        torch.Tag.pointwise in tags
-        or ops.packet_name(node) in _FUSED
-        or ops.is_view(node)
-        or ops.is_getitem(node)
-        or ops.is_creation(node)
-    )
+    free = ops.is_view(node) or ops.is_getitem(node)
+    return free or _is_pointwise(node) or ops.is_creation(node) or ops.packet_name(node) in _FUSED
 
 
 def _fused(nodes: Sequence[Node]) -> list[list[Node]]:

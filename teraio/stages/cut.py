@@ -18,7 +18,6 @@ import itertools
 import math
 import re
 import statistics
-from collections import defaultdict
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -147,10 +146,8 @@ def assign(
     _hoist_returned_views(nodes, stage_of)
     # A stage of the shortest duration touches so much in any case: to cut it for the sake of less memory gains nothing.
     usual_bytes = int(policy.shortest_seconds * speed.bytes_per_second)
-    stages: dict[int, list[Node]] = defaultdict(list)
-    for node in nodes:
-        stages[stage_of[node]].append(node)
-    whole = [stages[number] for number in sorted(stages)]
+    in_order = sorted(nodes, key=stage_of.__getitem__)
+    whole = [list(stage) for _, stage in itertools.groupby(in_order, stage_of.__getitem__)]
     for number, piece in enumerate(_cut_finer(whole, policy, max(floor_bytes, usual_bytes), most_bytes, fuses=fuses)):
         stage_of.update(dict.fromkeys(piece, number))
     _hoist_returned_views(nodes, stage_of)  # those of a stage that is in pieces now
@@ -202,10 +199,9 @@ def _walk(nodes: list[Node], speed: Speed, policy: CutPolicy) -> dict[Node, int]
 def _take_back_views(nodes: list[Node], index: int, stage_of: dict[Node, int], stage: int) -> None:
     """Move the views and constants right before position `index` into `stage`."""
     # Else what they view crosses the cut as well.
+    tile = ops.tile_of(nodes[index])
     for node in reversed(nodes[:index]):
-        if not (ops.is_view(node) or ops.is_creation(node) or ops.is_getitem(node)) or ops.tile_of(node) != ops.tile_of(
-            nodes[index]
-        ):
+        if not (ops.is_view(node) or ops.is_creation(node) or ops.is_getitem(node)) or ops.tile_of(node) != tile:
             break
         stage_of[node] = stage
 

@@ -21,6 +21,7 @@ from torch._guards import TracingContext
 from torch._prims import rng_prims
 from torch.fx import Graph, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -192,7 +193,7 @@ def is_written(value: Node) -> bool:
                 return True
         elif target._schema.is_mutable:
             named = by_name(target, arguments, named_arguments)
-            if any(value in _nodes(named.get(name)) for name in written_names(target)):
+            if any(each is value for each in tree_leaves([named.get(name) for name in written_names(target)])):
                 return True
         if (is_view(user) or is_getitem(user)) and is_written(user):
             return True
@@ -207,12 +208,6 @@ def by_name(target: torch._ops.OpOverload, arguments: Sequence[Any], named: Mapp
 def written_names(target: torch._ops.OpOverload) -> list[str]:
     """Return the names of the arguments that an operator writes."""
     return [each.name for each in target._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
-
-
-def _nodes(argument: Any) -> list[Node]:
-    found: list[Node] = []
-    torch.fx.node.map_arg(argument, found.append)
-    return found
 
 
 # Random numbers. In graphs for Inductor, one operator draws the seeds of all, and others make numbers of these seeds.

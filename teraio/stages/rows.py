@@ -246,16 +246,12 @@ def _product(node: Node, shape: Shape, out: Rows | None, rows: Size, known: Mapp
     left, right = cast(Sequence[Node], node.args[-2:])
     if left is right or (out is not None and out.count > 1):
         return None
-    if packet_name(node) == "addmm" and (out != Rows(0) or not _is_row(cast(Node, node.args[0]))):
-        return None
+    if packet_name(node) == "addmm":
+        added = shape_of(cast(Node, node.args[0]))
+        if out != Rows(0) or added is None or (len(added) > 1 and added[0] != 1):  # it is not the same for all rows
+            return None
     inputs = {left: Rows(1), right: Rows(0)} if out is None else {left if out == Rows(0) else right: out}
     return Part(inputs, node.target, node.args, node.kwargs)
-
-
-def _is_row(node: Node) -> bool:
-    """Return whether a tensor is the same for all rows of a matrix."""
-    shape = shape_of(node)
-    return shape is not None and (len(shape) < 2 or shape[0] == 1)
 
 
 NO_REDUCTION, MEAN, SUM = range(3)  # of a loss, as PyTorch numbers them

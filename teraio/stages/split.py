@@ -20,6 +20,7 @@ import hashlib
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -78,23 +79,16 @@ def split(gm: GraphModule, stage_of: Mapping[Node, int], *, fuses: bool = False)
     fuses: they are compiled to fused kernels, which take random numbers from their seeds; otherwise each of their operators makes
     its result, and ignores the seeds.
     """
-    members: dict[int, list[Node]] = {}
-    for node in gm.graph.nodes:
-        if node in stage_of:
-            members.setdefault(stage_of[node], []).append(node)
-    return [_subgraph(gm, members[stage], fuses) for stage in sorted(members)]
+    nodes = sorted((node for node in gm.graph.nodes if node in stage_of), key=stage_of.__getitem__)
+    return [_subgraph(gm, list(members), fuses) for _, members in groupby(nodes, stage_of.__getitem__)]
 
 
 def _subgraph(gm: GraphModule, nodes: list[Node], fuses: bool) -> Subgraph:
     inside = set(nodes)
     sizes = _sizes_needed(nodes, inside)
-    inputs: dict[Node, None] = {}
-    for node in (*sizes, *nodes):
-        for source in node.all_input_nodes:
-            if source not in inside and source not in sizes:
-                inputs[source] = None
-    for symbol in _free_symbol_placeholders(gm, [*inputs, *nodes]):
-        inputs.setdefault(symbol, None)
+    taken = (source for node in (*sizes, *nodes) for source in node.all_input_nodes)
+    inputs = dict.fromkeys(source for source in taken if source not in inside and source not in sizes)
+    inputs |= dict.fromkeys(_free_symbol_placeholders(gm, [*inputs, *nodes]))
     outputs = [n for n in nodes if any(u not in inside and not (ops.is_size(n) and u.op != "output") for u in n.users)]
     graph, copies = Graph(), dict[Node, Node]()
     for source in inputs:

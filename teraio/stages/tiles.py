@@ -57,9 +57,8 @@ _MOST_PARTS = 8  # of a sum of products: its temporaries are so much smaller
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-@contextlib.contextmanager
-def marking(*, above_bytes: int, fuses: bool, most_bytes: int | None = None) -> Iterator[None]:
-    """Have PyTorch `mark` each graph that it makes meanwhile, after the passes of the user."""
+def marking(*, above_bytes: int, fuses: bool, most_bytes: int | None = None) -> contextlib.AbstractContextManager[object]:
+    """Have PyTorch `mark` each graph that it makes within the context, after the passes of the user."""
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -76,8 +75,7 @@ def marking(*, above_bytes: int, fuses: bool, most_bytes: int | None = None) -> 
             known = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in before]
             return None if None in known else ["teraio tiles", *known]
 
-    with config.patch(joint_custom_post_pass=Marking()):
-        yield
+    return config.patch(joint_custom_post_pass=Marking())  # type: ignore[no-any-return]
 
 
 def mark(graph: Graph, *, above_bytes: int, fuses: bool, most_bytes: int | None) -> None:
@@ -105,30 +103,15 @@ def mark(graph: Graph, *, above_bytes: int, fuses: bool, most_bytes: int | None)
                 what = module_path(product) or "a product"
                 _log.info("%s runs in tiles, but the model returns its result, which stays whole", what)
             policies = dict.fromkeys(changing, CheckpointPolicy.MUST_SAVE)
-            for node in region.recomputed:
-                policies[node] = CheckpointPolicy.MUST_RECOMPUTE
+            policies |= dict.fromkeys(region.recomputed, CheckpointPolicy.MUST_RECOMPUTE)
             for node, policy in policies.items():
                 if "recompute" not in node.meta:  # the user's own checkpoints hold
                     node.meta.update(recompute=policy, ac_graph_id=identity)
 
 
-@dataclass(frozen=True, slots=True)
-class InTiles:
-    """A region that runs in so many `tiles`. whole_bytes: what it would need at once, by estimate. operators: its nodes.
-    again: those of them that the forward pass has run before.
-    """
-
-    tiles: int
-    whole_bytes: int
-    operators: Collection[Node]
-
-    @property
-    def again(self) -> list[Node]:
-        return [node for node in self.operators if node.meta.get("partitioner_tag") == "is_forward"]
-
-
-def tile(graph: Graph) -> Iterator[InTiles]:
-    """Have what is marked in a forward or a backward graph run in tiles. Yields each region before it changes `graph` for it.
+def tile(graph: Graph) -> Iterator[tuple[int, int, list[Node]]]:
+    """Have what is marked in a forward or a backward graph run in tiles. Yields each region before it changes `graph` for it: in
+    how many tiles it runs, the bytes that it would need at once, by estimate, and its operators.
 
     All of them have to be taken.
     """
@@ -146,7 +129,7 @@ def tile(graph: Graph) -> Iterator[InTiles]:
             continue
         tiles, whole_bytes = product.meta[_TILES]
         tiling = _Tiling(region, tiles)
-        yield InTiles(tiling.count, whole_bytes, region.members)
+        yield tiling.count, whole_bytes, list(region.members)
         tiling.write()
         graph.eliminate_dead_code()
 

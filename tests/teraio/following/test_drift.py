@@ -41,7 +41,7 @@ def replayed(*, out_seconds: float = 2.1, in_seconds: float = 4.1) -> Timeline:
             for link, seconds in ((OUT, out_seconds), (IN, in_seconds))
         ),
         peak_bytes={},
-        moved_bytes={},
+        moved_bytes={OUT: 200, IN: 200},
         storage_written_bytes=200,
     )
 

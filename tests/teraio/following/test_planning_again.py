@@ -102,7 +102,7 @@ def test_all_follow_the_new_plan_from_one_iteration_on(pair: list[Rank], order: 
 
 def test_a_plan_that_takes_long_is_waited_for_by_all(pair: list[Rank]) -> None:
     """The rank whose times drift is not the one that plans: the slowest does. Both go on by the old plan meanwhile."""
-    pair[0].background._start_job = jobs = PendingJobs()
+    pair[0].background.start_job = jobs = PendingJobs()
     jobs.answers = [None]
     pair[0].training.stage_seconds = [1.001] * STAGES
     for number in range(40):
@@ -150,7 +150,7 @@ def test_without_the_store_a_rank_plans_for_itself(
     def gone(*arguments: object) -> None:
         raise RuntimeError("connection reset")
 
-    monkeypatch.setattr(pair[1].background._ranks, "_store", SimpleNamespace(check=gone, set=gone, get=gone, add=gone))
+    monkeypatch.setattr(pair[1].background.ranks, "_store", SimpleNamespace(check=gone, set=gone, get=gone, add=gone))
     pair[1].jobs.answers = [None]
     run(pair[1:], 20)
     assert len(pair[1].followed) == 1

@@ -190,7 +190,7 @@ def adam() -> OptimizerFacts:
 
 @pytest.fixture
 def few_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_MAX_ELEMENTS", FEW)
+    monkeypatch.setattr(host, "_ELEMENTS", (FEW,))
 
 
 def test_a_host_tier_that_is_full_at_first_is_measured_later(few_elements: None) -> None:

@@ -21,7 +21,7 @@ from teraio.following import IterationObserver
 from teraio.optimizer import SubgroupSizes
 from teraio.optimizer.arithmetic import run_step
 from teraio.optimizer.facts import owned_parameters
-from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers
+from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers, ShardedParameters
 
 from .managed_training import Start, Training
 from .plain_training import (
@@ -84,7 +84,7 @@ def test_managed_and_not_by_turns(started: Start) -> None:
 def unmoved(optimizer: Optimizer) -> ManagedOptimizer:
     """The optimizer under a pager without budget and lower tiers."""
     pager = Pager(mover=None, budget_bytes=None)
-    return ManagedOptimizers(pager, IterationObserver(pager), SubgroupSizes()).of(optimizer)
+    return ManagedOptimizers(pager, IterationObserver(pager), SubgroupSizes(), ShardedParameters(pager)).of(optimizer)
 
 
 def test_user_code_that_writes_to_a_parameter(started: Start) -> None:

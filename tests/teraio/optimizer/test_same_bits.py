@@ -92,7 +92,7 @@ def unmanaged(way: str, make: Make, dtype: torch.dtype) -> Run:
 
 Begin = Callable[..., Run]
 SETTINGS: dict[str, dict[str, Any]] = {
-    "subgroups": {"budget_bytes": None, "sizes": SubgroupSizes(given_bytes=4 * SIZE)},
+    "subgroups": {"budget_bytes": None, "sizes": SubgroupSizes(used_bytes=4 * SIZE)},
     "moving": {"budget_bytes": 11 * SIZE},
     "masters": {"budget_bytes": 14 * WIDE},
 }

@@ -42,7 +42,7 @@ from .plain_training import (
 @contextmanager
 def stepping(budget_bytes: int | None = None) -> Iterator[ManagedTraining]:
     """Subgroup stepping over nine parameters, all of which but the last have gradients."""
-    sizes, parameters = SubgroupSizes(given_bytes=4 * SIZE), nine_parameters()
+    sizes, parameters = SubgroupSizes(used_bytes=4 * SIZE), nine_parameters()
     training = ManagedTraining(Pager(mover=None, budget_bytes=budget_bytes), parameters, sizes=sizes)
     set_most_gradients(parameters, 0)
     yield training
@@ -189,7 +189,7 @@ def test_what_is_known_keeps_nothing_alive(started: Start) -> None:
     set_gradients(parameters, 0)
     optimizer.step()
     managed = training.steps._optimizers.of(optimizer)
-    assert managed.adopted and managed.has_blocks and managed.facts.optimizer is optimizer
+    assert managed.load_hook is not None and managed.has_blocks and managed.facts.optimizer is optimizer
     gone = [weakref.ref(optimizer), *(weakref.ref(p) for p in parameters), weakref.ref(optimizer.state[parameters[0]]["exp_avg"])]
     del optimizer, parameters, parameter
     gc.collect()
