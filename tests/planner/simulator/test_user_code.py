@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner import Budgets, InfeasiblePlanError, Plan, Timeline, Trace, TraceError, plan, simulate
+from planner import Budgets, InfeasiblePlanError, Plan, Timeline, Trace, plan, simulate
 from planner.bound import lower_bound_seconds
 from planner.problem import Problem, host_updatable, live_bytes, user_stages
 from planner.simulator import STAGES, critical_path
@@ -187,13 +187,11 @@ def training(
     update: int = 3,
     times: tuple[float, float] = (1.0, 1.0),
     host: bool = True,
-    subgroups: int = 1,
 ) -> Trace:
     """Forward, something that takes a workspace of 60 bytes, backward, update (or the update where `update` says)."""
     phases = "".join("o" if number == update else phase for number, phase in enumerate("fubf"))
-    groups = [subgroup(update, range(3) if number == 0 else (), *times) for number in range(subgroups)]
-    blocks = trained((20, 20, 40), uses, born, update)
-    return trace(staged(phases, seconds, {1: 60}), blocks, hardware(host=host, rate=50.0), subgroups=groups)
+    blocks, machine = trained((20, 20, 40), uses, born, update), hardware(host=host, rate=50.0)
+    return trace(staged(phases, seconds, {1: 60}), blocks, machine, subgroups=[subgroup(update, range(3), *times)])
 
 
 def test_which_subgroups_can_update_on_the_host() -> None:
@@ -256,8 +254,3 @@ def test_a_parameter_waits_for_its_update() -> None:
 def test_what_a_parameter_may_not_do(moves: list[Entry], message: str) -> None:
     with pytest.raises(InfeasiblePlanError, match=message):
         updated(training(), *moves)
-
-
-def test_subgroups_cannot_take_longer_than_their_stage() -> None:
-    with pytest.raises(TraceError, match=r"subgroups up to 1 take 2\.0 s of stage 3, which lasts 1\.0 s"):
-        training((1.0, 1.0, 1.0, 1.0), subgroups=2)
