@@ -26,6 +26,7 @@ from ..traces import (
     trace,
     trained,
     transformer_trace,
+    updating,
     with_user_code,
 )
 
@@ -87,17 +88,6 @@ def test_user_code_at_the_border_of_iterations() -> None:
         away = {0: "device" if leave >= 6 else "storage"}
         seconds.append(simulate(made, by_hand(made, 20, [move(0, 5, 11, start, leave=leave)], away=away)).iteration_seconds)
     assert seconds == [7.0, 6.0, 6.0, 7.0]
-
-
-def updating(phases: str, *, device_seconds: float = 1.0) -> tuple[Trace, Plan]:
-    """One subgroup, updated in stage 2, on the host: gradient out 1 s, update 3 s, parameter in 1 s for stage 0."""
-    count = len(phases)
-    seconds = [device_seconds if number == 2 else 1.0 for number in range(count)]
-    machine = hardware(host=True, rate=2.5)
-    subgroups = [subgroup(2, range(3), device_seconds, 3.0)]
-    made = trace(staged(phases, seconds), trained((10, 10, 10), [0, 1], 1, 2), machine, subgroups=subgroups)
-    moves = [move(1, 1, 2, tier="host"), move(0, 1, count, count, out=False, tier="host")]
-    return made, by_hand(made, 1000, moves, away={0: "host"}, updates=[{"subgroup": 0, "where": "host"}])
 
 
 def test_user_code_waits_for_updates_on_the_host() -> None:
