@@ -83,10 +83,10 @@ def test_a_storage_budget_that_is_too_small(transformer: Trace, policy: str) -> 
         plan(transformer, budgets, policy=policy)
 
 
-def test_a_failing_solver_leaves_a_greedy_plan(transformer: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_solver_leaves_a_greedy_plan_and_the_simple_bound(transformer: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(highspy.Highs, "getModelStatus", lambda solver: highspy.HighsModelStatus.kSolveError)
     made = plan(transformer, half(transformer))
-    assert made.solver.status == "failed"
+    assert made.solver.status == "failed" and made.replayed.lower_bound_seconds == transformer.ideal_seconds
     assert simulate(transformer, made).peak_bytes["device"] <= half(transformer).device_bytes
 
 
