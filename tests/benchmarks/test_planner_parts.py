@@ -8,31 +8,28 @@ from benchmarks.planner_cases import cases, outcomes_of
 from benchmarks.planner_policies import samples_of
 from benchmarks.planning import planned_apart
 from benchmarks.variants import budgets_for, with_errors, with_rates, with_times
-from planner import Trace, plan, simulate
+from planner import plan, simulate
 from planner.policies import POLICIES
 
-HAND = Path(__file__).parents[2] / "traces" / "hand"
+from ..planner.traces import hand
+
+CHAIN = hand("chain")
 
 
-@pytest.fixture(scope="module")
-def chain() -> Trace:
-    return Trace.load(HAND / "chain.json")
-
-
-def test_variants_have_other_rates_and_bounded_repeatable_errors(chain: Trace) -> None:
-    slow = with_rates(chain, 0.5)
-    assert slow.fingerprint != chain.fingerprint and (slow.stages, slow.blocks) == (chain.stages, chain.blocks)
+def test_variants_have_other_rates_and_bounded_repeatable_errors() -> None:
+    slow = with_rates(CHAIN, 0.5)
+    assert slow.fingerprint != CHAIN.fingerprint and (slow.stages, slow.blocks) == (CHAIN.stages, CHAIN.blocks)
     # Four copies of 10 bytes that nothing hides (traces/README.md): 6 s + 4 x 2 s.
     assert simulate(slow, plan(slow, budgets_for(slow, 10))).iteration_seconds == pytest.approx(14.0)
-    assert with_times(chain, [2.0] * 6).ideal_seconds == 2 * chain.ideal_seconds == 12.0
-    first, second, again = (with_errors(chain, seed=seed, largest=0.25) for seed in (0, 1, 0))
+    assert with_times(CHAIN, [2.0] * 6).ideal_seconds == 2 * CHAIN.ideal_seconds == 12.0
+    first, second, again = (with_errors(CHAIN, seed=seed, largest=0.25) for seed in (0, 1, 0))
     assert first.fingerprint == again.fingerprint != second.fingerprint
-    pairs = zip(chain.stages, first.stages, strict=True)
+    pairs = zip(CHAIN.stages, first.stages, strict=True)
     assert all(0.75 <= after.duration_seconds / before.duration_seconds <= 1.25 for before, after in pairs)
 
 
-def test_a_plan_is_made_in_a_process_of_its_own(chain: Trace, tmp_path: Path) -> None:
-    planned = planned_apart(chain, 20, tmp_path)
+def test_a_plan_is_made_in_a_process_of_its_own(tmp_path: Path) -> None:
+    planned = planned_apart(CHAIN, 20, tmp_path)
     assert planned.iteration_seconds == pytest.approx(6.0)
     assert planned.over_bound == pytest.approx(1.0)
     assert 0 <= planned.build_seconds + planned.solve_seconds < planned.plan_seconds
@@ -41,8 +38,8 @@ def test_a_plan_is_made_in_a_process_of_its_own(chain: Trace, tmp_path: Path) ->
     assert (tmp_path / "plan.json").exists()
 
 
-def test_every_policy_is_measured_by_the_simulator_or_refuses(chain: Trace) -> None:
-    listed = list(cases({"chain": chain}))
+def test_every_policy_is_measured_by_the_simulator_or_refuses() -> None:
+    listed = list(cases({"chain": CHAIN}))
     assert len(listed) == 12 and len({case.name for case in listed}) == 12
     tight = next(case for case in listed if case.name == "chain | floor + 5 % | x2")
     found = outcomes_of(tight, tuple(POLICIES))

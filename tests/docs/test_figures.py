@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,15 +43,15 @@ def test_the_page_of_trust_tells_no_more_rows_than_there_are() -> None:
         assert count > int(told), f"{what}: {count}"
 
 
-def figures(path: Any) -> dict[str, dict[str, Any]]:
-    """The figures of all parts by name."""
+def figures(path: Path, page: Page) -> dict[str, dict[str, Any]]:
+    """The figures of all parts by name, of a file that the page names."""
+    assert path.name in page.text
     return {figure["name"]: figure for part in json.loads(path.read_text())["results"] for figure in part["figures"]}
 
 
 @pytest.mark.parametrize(("page", "heading"), [(README, "generated trace"), (DOCS["policies"], "trace")])
 def test_what_the_planner_is_worth(page: Page, heading: str) -> None:
-    assert POLICIES.name in page.text
-    found = figures(POLICIES)
+    found = figures(POLICIES, page)
     samples = json.loads(POLICIES.read_text())["results"][0]["samples"]
     rows = page.table(heading)
     assert len(rows) >= 4
@@ -63,8 +64,7 @@ def test_what_the_planner_is_worth(page: Page, heading: str) -> None:
 
 def test_the_optimizer_s_step() -> None:
     page = DOCS["benchmarks"]
-    assert OPTIMIZER.name in page.text
-    found = figures(OPTIMIZER)
+    found = figures(OPTIMIZER, page)
     for row in [line for line in page.text.splitlines() if line.startswith("| ") and re.search(r"\| \**\d\.\d\d s", line)]:
         name, iteration, step, *_ = [cell.strip(" *") for cell in row.strip("|").split("|")]
         name = name.replace("`", "").replace("Inductor, no budget", "Inductor")
@@ -74,8 +74,7 @@ def test_the_optimizer_s_step() -> None:
 
 def test_training_under_a_budget() -> None:
     page = DOCS["benchmarks"]
-    assert SWEEP.name in page.text
-    found = figures(SWEEP)
+    found = figures(SWEEP, page)
     rows = page.table("budget, of the peak")
     assert len(rows) == 3
     for budget, teraio, spread, checkpointing in rows:
@@ -86,8 +85,7 @@ def test_training_under_a_budget() -> None:
 
 def test_what_recomputation_is_worth() -> None:
     page = DOCS["policies"]
-    assert RECOMPUTE.name in page.text
-    found = figures(RECOMPUTE)
+    found = figures(RECOMPUTE, page)
     rows = page.table("tokens, GB/s")
     assert len(rows) == 6
     for name, *cells in rows:

@@ -103,21 +103,16 @@ def test_a_loss_in_pieces_and_checkpointed_layers_give_the_same_loss_and_gradien
 SHALLOW = replace(SIZES["tiny"], layers=2, context=64)
 
 
-@pytest.fixture
-def small_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(train_llama, "SIZES", {"tiny": SHALLOW})
-    yield
-    torch._dynamo.reset()
-
-
 Call = Callable[..., Result]
 
 
 @pytest.fixture
-def call(small_sizes: None) -> Call:
+def call(monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
+    monkeypatch.setattr(train_llama, "SIZES", {"tiny": SHALLOW})
     app = typer.Typer()
     app.command()(train_llama.main)
-    return lambda *arguments: CliRunner().invoke(app, [*arguments], env={"COLUMNS": "300"})
+    yield lambda *arguments: CliRunner().invoke(app, [*arguments], env={"COLUMNS": "300"})
+    torch._dynamo.reset()
 
 
 def test_a_budget_moves_tensors(call: Call, tmp_path: Path) -> None:

@@ -93,16 +93,13 @@ def run(losses: list[float], *, peak_bytes: int, status: dict[str, Any] | None, 
     return Run(name="a run", steps=steps, turns=steps[1:], report=report)
 
 
-def status(**changes: Any) -> dict[str, Any]:
-    moved = {"device->storage": 5 * MIB, "storage->device": 5 * MIB}
-    return {"moved_bytes": moved, "device_peak_bytes": 30 * MIB, "device_budget_bytes": 30 * MIB, **changes}
-
-
 FIRST = run([3.0, 2.5], peak_bytes=100 * MIB, status=None)
 
 
 def second(losses: tuple[float, ...] = (3.0, 2.5), peak_bytes: int = 50 * MIB, phase: str = "planned", **changes: Any) -> Run:
-    return run(list(losses), peak_bytes=peak_bytes, status=status(**changes), phase=phase)
+    moved = {"device->storage": 5 * MIB, "storage->device": 5 * MIB}
+    status = {"moved_bytes": moved, "device_peak_bytes": 30 * MIB, "device_budget_bytes": 30 * MIB, **changes}
+    return run(list(losses), peak_bytes=peak_bytes, status=status, phase=phase)
 
 
 def test_equal_losses_in_half_the_memory_pass() -> None:

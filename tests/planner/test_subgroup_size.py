@@ -14,11 +14,6 @@ from .traces import links, shared_rate
 KB, MB, GB = 10**3, 10**6, 10**9
 
 
-def sizes_between(smallest: int, largest: int, count: int = 400) -> list[float]:
-    """Sizes from smallest to largest, both included, evenly spaced in the logarithm."""
-    return [smallest * (largest / smallest) ** (number / count) for number in range(count + 1)]
-
-
 stations = st.lists(
     st.builds(
         Station,
@@ -36,7 +31,8 @@ def test_no_size_is_better_than_the_one_that_is_chosen(stations: list[Station], 
     found = subgroup_bytes(stations, total_bytes=total, smallest_bytes=smallest, largest_bytes=largest)
     assert smallest <= found <= max(largest, smallest)
     limit = max(min(largest, total), smallest)
-    best = min(step_seconds(stations, total_bytes=total, size_bytes=size) for size in sizes_between(smallest, limit))
+    sizes = [smallest * (limit / smallest) ** (number / 400) for number in range(401)]  # evenly spaced in the logarithm
+    best = min(step_seconds(stations, total_bytes=total, size_bytes=size) for size in sizes)
     rounding = 1 + 2 / smallest
     assert step_seconds(stations, total_bytes=total, size_bytes=found) <= best * rounding * (1 + 1e-9)
 

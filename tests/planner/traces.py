@@ -277,6 +277,17 @@ def by_hand(
     return Plan.model_validate({**content, "moves": list(moves), **fields})
 
 
+def updating(phases: str, *, device_seconds: float = 1.0) -> tuple[Trace, Plan]:
+    """One subgroup, updated in stage 2, on the host: gradient out 1 s, update 3 s, parameter in 1 s for stage 0."""
+    count = len(phases)
+    seconds = [device_seconds if number == 2 else 1.0 for number in range(count)]
+    machine = hardware(host=True, rate=2.5)
+    subgroups = [subgroup(2, range(3), device_seconds, 3.0)]
+    made = trace(staged(phases, seconds), trained((10, 10, 10), [0, 1], 1, 2), machine, subgroups=subgroups)
+    moves = [move(1, 1, 2, tier="host"), move(0, 1, count, count, out=False, tier="host")]
+    return made, by_hand(made, 1000, moves, away={0: "host"}, updates=[{"subgroup": 0, "where": "host"}])
+
+
 def replay(made: Trace, found: Plan) -> Timeline:
     """Replay a plan: the time must be the predicted one, within the plan's own budgets and above its lower bound."""
     timeline = simulate(made, found)

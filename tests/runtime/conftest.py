@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from runtime.cpu import CpuMemory
 from runtime.storage import PosixStore
 
 
@@ -26,6 +27,15 @@ def store(folders: list[Path]) -> Iterator[PosixStore]:
     store = PosixStore(folders, budget_bytes=None)
     yield store
     store.close()
+
+
+@pytest.fixture
+def memory() -> Iterator[CpuMemory]:
+    """The memory of the CPU's tensors, with no spare pages; it stands back at the end."""
+    memory = CpuMemory()
+    memory.trim(0)
+    yield memory
+    memory.stand_back()
 
 
 @pytest.fixture

@@ -21,14 +21,14 @@ from teraio.optimizer import OptimizerFacts
 from teraio.registry import REGISTRY
 from teraio.stages import CutPolicy
 
-from ..runtime.conftest import group
+from ..runtime.conftest import group, memory
 from ..training import MIB, forget
 from .in_process import InProcessJob
 from .optimizer.managed_training import TieredTraining, Training
 from .optimizer.plain_training import SIZE
 from .rank_processes import Ranks
 
-__all__ = ["group"]
+__all__ = ["group", "memory"]
 
 
 @pytest.fixture(autouse=True)

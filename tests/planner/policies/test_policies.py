@@ -12,7 +12,6 @@ from planner import (
     Budgets,
     InfeasiblePlanError,
     Move,
-    OptionsError,
     Plan,
     Trace,
     UnsupportedError,
@@ -31,17 +30,13 @@ def transformer() -> Trace:
     return transformer_trace(layers=2, stages_per_layer=5, rate=4e9)
 
 
-@pytest.fixture(scope="module")
-def made(transformer: Trace) -> Plan:
-    return plan(transformer, half(transformer), lower_bound=False)
-
-
 def half(trace: Trace) -> Budgets:
     return Budgets(device_bytes=max(live_bytes(trace)) // 2)
 
 
-def test_plans_are_the_same_every_time(transformer: Trace, made: Plan) -> None:
-    assert plan(transformer, half(transformer), lower_bound=False).moves == made.moves
+def test_plans_are_the_same_every_time(transformer: Trace) -> None:
+    first, again = (plan(transformer, half(transformer), lower_bound=False).moves for _ in range(2))
+    assert first == again
 
 
 def test_a_forked_child_plans_after_its_parent_has() -> None:
@@ -73,25 +68,12 @@ def test_a_process_that_makes_a_plan_ends_with_the_one_that_started_it() -> None
         assert process.wait(timeout=300)
 
 
-def test_unknown_policy(transformer: Trace) -> None:
-    known = "ilp, offload-only, checkpoint, teraio, g10, zero-infinity, belady, keep-all, device-updates, host-updates, stride-2"
-    with pytest.raises(OptionsError, match=f"'best' is not known; the policies are: {known}"):
-        plan(transformer, half(transformer), policy="best")
-
-
 def test_keep_all_needs_everything_to_fit(transformer: Trace) -> None:
     most = max(live_bytes(transformer))
     assert plan(transformer, Budgets(device_bytes=most), policy="keep-all").moves == ()
     with pytest.raises(BudgetError) as caught:
         plan(transformer, Budgets(device_bytes=most - 1), policy="keep-all")
     assert caught.value.smallest_bytes == most
-
-
-def test_without_links_the_budget_must_hold_everything(transformer: Trace) -> None:
-    alone = transformer.model_copy(update={"hardware": transformer.hardware.model_copy(update={"links": ()})})
-    with pytest.raises(BudgetError) as caught:
-        plan(alone, half(alone))
-    assert caught.value.smallest_bytes == max(live_bytes(alone))
 
 
 @pytest.mark.parametrize("policy", ["ilp", *HEURISTICS])
@@ -101,10 +83,10 @@ def test_a_storage_budget_that_is_too_small(transformer: Trace, policy: str) -> 
         plan(transformer, budgets, policy=policy)
 
 
-def test_a_failing_solver_leaves_a_greedy_plan(transformer: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_solver_leaves_a_greedy_plan_and_the_simple_bound(transformer: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(highspy.Highs, "getModelStatus", lambda solver: highspy.HighsModelStatus.kSolveError)
     made = plan(transformer, half(transformer))
-    assert made.solver.status == "failed"
+    assert made.solver.status == "failed" and made.replayed.lower_bound_seconds == transformer.ideal_seconds
     assert simulate(transformer, made).peak_bytes["device"] <= half(transformer).device_bytes
 
 

@@ -59,7 +59,7 @@ def test_below_the_floor_nothing_is_planned_and_with_room_for_everything_nothing
     smallest, stage = floor(made)
     if smallest == 0:
         return
-    with pytest.raises(BudgetError) as caught:
+    with pytest.raises(BudgetError, match=f"at least {smallest} bytes") as caught:
         plan(made, Budgets(device_bytes=smallest - 1))
     assert caught.value.smallest_bytes == smallest
     assert caught.value.stage == made.stages[stage].name

@@ -34,7 +34,10 @@ def test_over_a_slow_link_a_layer_runs_again_and_over_a_fast_one_it_moves() -> N
 def test_long_iterations_do_not_rely_on_the_coarse_program_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second layer runs again from what the one before it made: 17 s. Over the link, each copy takes 10 s."""
     monkeypatch.setattr("planner.policies.keep_offload_recompute.rerun_shares", lambda *given, **more: (0.0, {}))
-    made = renamed(layers(33, rate=1.0), [f"{'odd' if number % 2 else 'even'}.{number}" for number in range(33)])
+    made = layers(33, rate=1.0)
+    names = [f"forward/{'odd' if number % 2 else 'even'}.{number}" for number in range(33)]
+    named = [stage.model_copy(update={"name": name}) for stage, name in zip(made.stages, names, strict=False)]
+    made = made.rebuilt(stages=(*named, *made.stages[33:]))
     seconds, groups = again(made, 200, "ilp")
     assert (seconds, len(groups)) == (pytest.approx(66 + 17), 17)
 
@@ -111,9 +114,3 @@ def test_layers_that_hand_on_little_run_again_one_by_one(count: int, stages_agai
     assert least == 90 + 10 * (count - 1) + 1, "and the workspace of a re-run"
     seconds, groups = again(alone, least, "ilp")
     assert (seconds, len(groups)) == (pytest.approx(2 * count + stages_again), stages_again)
-
-
-def renamed(made: Trace, names: list[str]) -> Trace:
-    """Give the forward stages other names."""
-    stages = [stage.model_copy(update={"name": f"forward/{name}"}) for stage, name in zip(made.stages, names, strict=False)]
-    return made.rebuilt(stages=(*stages, *made.stages[len(names) :]))

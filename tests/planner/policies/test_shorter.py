@@ -15,7 +15,6 @@ from planner import (
     PlanError,
     TeraioError,
     Trace,
-    TraceError,
     plan,
     recomputed,
     simulate,
@@ -24,7 +23,7 @@ from planner import (
 from planner.schema import Work
 
 from ..strategies import problems
-from ..traces import block, group, hand, hardware, layers, staged, trace, varying
+from ..traces import block, by_hand, group, hand, hardware, layers, move, staged, trace, varying
 
 
 def test_a_trace_at_another_length() -> None:
@@ -54,20 +53,6 @@ def test_a_trace_at_another_length() -> None:
         half.at(5)
 
 
-def test_damaged_lengths_are_refused(tmp_path: Path) -> None:
-    content = json.loads(varying(hand("chain")).text())
-    for change, message in [
-        ({"block_bytes": [{"id": 3, "coefficients": [1]}]}, "lengths.block_bytes refers to id 3; there are 3"),
-        ({"lowest": [1, 1]}, "must be as many"),
-        ({"lowest": [11]}, "the highest must not be below the lowest"),
-        ({"stage_seconds": [{"id": 0, "coefficients": []}]}, "coefficients"),
-    ]:
-        path = tmp_path / "trace.json"
-        path.write_text(json.dumps({**content, "lengths": {**content["lengths"], **change}}))
-        with pytest.raises(TraceError, match=message):
-            Trace.load(path)
-
-
 def test_what_has_room_stays_and_the_plan_is_one_file(tmp_path: Path) -> None:
     whole = varying(hand("chain"))
     budgets = Budgets(device_bytes=20)
@@ -92,24 +77,7 @@ def test_what_has_room_stays_and_the_plan_is_one_file(tmp_path: Path) -> None:
 def test_only_blocks_that_are_away_when_the_iteration_ends_have_to_move(start: int, waits_in: str, left_out: object) -> None:
     """A state that leaves after the iteration has begun may stay in a short one, although its use before was in the last one."""
     whole = varying(trace(staged("ffbo", 10.0), [block(10, [0], [1, 2]), block(10, [3], [3], "optimizer_state")]))
-    made = Plan.model_validate(
-        {
-            "trace_fingerprint": whole.fingerprint,
-            "policy": "by hand",
-            "budgets": {"device_bytes": 15},
-            "initial": [{"block": 1, "tier": waits_in}],
-            "moves": [
-                {
-                    "block": 1,
-                    "after": 3,
-                    "before": 7,
-                    "tier": "storage",
-                    "offload": {"start": start, "free_after": start},
-                    "prefetch": {"start": 7, "ready_by": 7},
-                }
-            ],
-        }
-    )
+    made = by_hand(whole, 15, [move(1, 3, 7, 7, leave=start)], away={1: waits_in})
     (short,) = with_shorter(made, whole, [5]).shorter
     assert short.left_out == left_out
 

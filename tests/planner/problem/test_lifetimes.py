@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from planner import Budgets, InfeasiblePlanError, Trace, TraceError, floor, inactive_periods, plan, simulate
+from planner import Budgets, InfeasiblePlanError, Trace, floor, inactive_periods, plan, simulate
 from planner.problem import Problem, block_activities, host_updatable, live_bytes
 
 from ..strategies import traces
@@ -110,19 +110,6 @@ def test_moves_for_good_that_the_trace_does_not_allow(given: Entry) -> None:
     made = outliving(gradient(10, [0], [1]), gradient(10, [0], [1], None))
     with pytest.raises(InfeasiblePlanError, match="blocks may leave for good between their last use and their death"):
         simulate(made, by_hand(made, 100, [given]))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dies_after": 1}, "dies after stage 1"),
-        ({"dies_after": 3, "persistent": True}, "only one that is not persistent"),
-        ({"dies_after": 5}, "the last stage is 4"),
-    ],
-)
-def test_deaths_that_cannot_be(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(TraceError, match=message):
-        outliving({**gradient(10, [0], [1]), **change})
 
 
 def test_an_update_on_the_host_takes_it_for_good() -> None:

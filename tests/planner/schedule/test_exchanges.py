@@ -15,16 +15,10 @@ from planner.problem import Decision, Decisions, Problem, host_updatable, live_b
 from planner.schedule import Breadth, ReplayedPlan, block_exchanges, tier_exchanges, update_exchanges
 
 from ..strategies import random_plan, training_problems
-from ..traces import IN, OUT, Entry, block, links, staged, trace, transformer_trace
+from ..traces import IN, OUT, block, links, staged, trace, transformer_trace
 
 BROAD = Breadth(others=6, stages=6, leads=(1.0, 0.0), thorough=True)
 NARROW = Breadth(others=1, stages=1, leads=(1.0,), thorough=False)
-
-
-def made_of(seconds: list[float], blocks: list[Entry], budget: int, *, out: float = 10.0, workspace: int = 0) -> Problem:
-    """Stages of these durations, the third with a workspace, and one lower tier."""
-    made = trace(staged("f" * len(seconds), seconds, {2: workspace}), blocks, links({OUT: out, IN: 10.0}))
-    return Problem.of(made, Budgets(device_bytes=budget))
 
 
 def seconds(problem: Problem, decisions: Decisions) -> float:
@@ -42,7 +36,8 @@ def test_a_small_block_leaves_instead_of_a_large_one_where_little_is_missing() -
         block(10, [1], [2], dies_after=3),
         block(5, [1], [3]),
     ]
-    problem = made_of([2.0, 1.0, 2.0, 2.0], blocks, 28, out=2.0, workspace=5)
+    given_trace = trace(staged("ffff", [2.0, 1.0, 2.0, 2.0], {2: 5}), blocks, links({OUT: 2.0, IN: 10.0}))
+    problem = Problem.of(given_trace, Budgets(device_bytes=28))
     assert [period.block for period in problem.periods] == [0, 1, 2]
     large = {0: Decision(tier="storage", leave=1, start=3)}
     small = {2: Decision(tier="storage", leave=1, start=2)}

@@ -15,9 +15,10 @@ import pytest
 from planner import Budgets, Plan, PlanError, Trace, TraceError, plan
 from planner.schema import Predicted
 
-from ..traces import HAND, block, group, hand, staged, trace
+from ..traces import HAND, IN, OUT, block, group, hand, links, numbered, shared_rate, staged, subgroup, trace
 
 TRACES = HAND.parent
+UP_TO_10 = {"lowest": [1], "highest": [10]}
 
 
 @pytest.fixture
@@ -129,18 +130,24 @@ def test_other_format_and_version(tmp_path: Path, trace_content: dict[str, Any])
         (("stages",), [], "stages"),
         (("hardware", "links", 0, "from"), "disk", "hardware.links.0.from"),
         (("hardware", "links", 0, "to"), "device", "two different tiers"),
-        (
-            ("subgroups",),
-            [dict(id=0, stage=2, blocks=[5], elements=1, device_seconds=0.0, host_seconds=0.0)],
-            "subgroup 0 refers to block 5",
-        ),
+        (("blocks",), numbered([block(10)], "b"), "block 0 has no use"),
+        (("blocks",), numbered([block(10, [0], [1], dies_after=1)], "b"), "dies after stage 1"),
+        (("blocks",), numbered([block(10, [0], [1], dies_after=3, persistent=True)], "b"), "only one that is not persistent"),
+        (("blocks",), numbered([block(10, [0], [1], dies_after=5)], "b"), "the last stage is 3"),
+        (("hardware", "links"), links({OUT: 1.0, IN: 1.0})["links"] * 2, f"found twice: {OUT}, {IN}"),
+        (("subgroups",), numbered([subgroup(2, [5])]), "subgroup 0 refers to block 5"),
+        (("subgroups",), numbered([subgroup(2, [])] * 2), "subgroups up to 1 take 2.0 s of stage 2, which lasts 1.0 s"),
+        (("lengths",), {**UP_TO_10, "block_bytes": [dict(id=1, coefficients=[1])]}, "block_bytes refers to id 1; there are 1"),
+        (("lengths",), {**UP_TO_10, "stage_seconds": [dict(id=0, coefficients=[])]}, "lengths.stage_seconds.0.coefficients"),
+        (("lengths",), {**UP_TO_10, "lowest": [1, 1]}, "must be as many"),
+        (("lengths",), {**UP_TO_10, "lowest": [11]}, "the highest must not be below the lowest"),
         (("recompute",), [dict(id=0, stage=8, blocks=[0], reads=[], duration_seconds=0.0)], "group 0 refers to stage 8"),
         (("not_recomputed",), [dict(stage=4, reason="random")], "not_recomputed refers to stage 4"),
         (("stages", 1, "phase"), "recompute", "stage 1 has the phase 'recompute', which only re-runs"),
         (("stages", 0, "collective_seconds"), 2.0, "stage 0 lasts 1.0 s, but spends 2.0 s in collectives"),
         (
             ("hardware", "shared"),
-            [dict(name="x", links=["device->storage", "host->device"], bytes_per_second=1.0)],
+            [shared_rate("x", 1.0, OUT, "host->device")],
             "shared rate 'x' names links that do not exist: host->device",
         ),
     ],
@@ -153,13 +160,6 @@ def test_contents_that_contradict_themselves(
         target = target[key]
     target[path[-1]] = value
     assert message in refused(tmp_path, trace_content)
-
-
-def test_faults_of_two_fields(tmp_path: Path, trace_content: dict[str, Any]) -> None:
-    unused = {**trace_content["blocks"][0], "reads": [], "writes": []}
-    assert "block 0 has no use" in refused(tmp_path, {**trace_content, "blocks": [unused, *trace_content["blocks"][1:]]})
-    trace_content["hardware"]["links"] *= 2
-    assert "found twice: device->storage, storage->device" in refused(tmp_path, trace_content)
 
 
 def test_changed_after_it_was_written(tmp_path: Path, trace_content: dict[str, Any]) -> None:
@@ -212,7 +212,7 @@ LATER: dict[str, tuple[tuple[str | int, ...], object, bool]] = {
     "dies_after": (("blocks", 2), 4, True),
     "path": (("hardware", "links", 0), "posix", True),
     "subgroup_bytes": ((), 1000, False),
-    "lengths": ((), {"lowest": [1], "highest": [10], "block_bytes": [{"id": 0, "coefficients": [0, 1]}]}, False),
+    "lengths": ((), {**UP_TO_10, "block_bytes": [{"id": 0, "coefficients": [0, 1]}]}, False),
     "not_recomputed": ((), [{"stage": 0, "reason": "draws random numbers"}], False),
     "tiled": ((), [{"what": "forward/head", "tiles": 8, "whole_bytes": 10, "again_seconds": 0.25}], False),
 }

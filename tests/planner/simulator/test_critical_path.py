@@ -9,7 +9,7 @@ from planner import Budgets, Plan, Trace, plan, simulate
 from planner.simulator import STAGES, CriticalPath, critical_path
 
 from ..strategies import problems
-from ..traces import IN, OUT, Entry, block, by_hand, hand, hardware, move, staged, subgroup, trace
+from ..traces import IN, OUT, block, by_hand, hand, move, staged, trace, updating
 
 
 def path_of(made: Trace, moved: Plan) -> CriticalPath:
@@ -59,16 +59,10 @@ def timed(path: CriticalPath) -> list[tuple[str, int, float]]:
     return [(p.resource, p.index, p.seconds) for p in path.segments]
 
 
-def laid(seconds: list[float], blocks: list[Entry], *moves: Entry, away: dict[int, str] | None = None) -> CriticalPath:
-    """The path of a plan for 20 bytes; both links carry 10 bytes per second."""
-    made = trace(staged("f" * len(seconds), seconds), blocks)
-    return path_of(made, by_hand(made, 20, moves, away=away))
-
-
 def test_a_copy_from_the_iteration_before_is_cut_at_the_begin() -> None:
     """A parameter goes out after the last stage and comes back for the first one: 4 s in between, none of it hidden."""
-    blocks = [block(20, [1], [0], persistent=True), block(10, [2], [2])]
-    path = laid([1.0, 1.0, 1.0], blocks, move(0, 1, 3, 3), away={0: "storage"})
+    made = trace(staged("fff"), [block(20, [1], [0], persistent=True), block(10, [2], [2])])
+    path = path_of(made, by_hand(made, 20, [move(0, 1, 3, 3)], away={0: "storage"}))
     assert [(p.resource, p.start_seconds, p.end_seconds) for p in path.segments] == [
         (IN, 0.0, 2.0),
         (STAGES, 2.0, 3.0),
@@ -88,26 +82,9 @@ def test_a_copy_that_began_in_the_iteration_before() -> None:
     assert [p.start_seconds for p in path.segments] == [0.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def host_update(phases: str, seconds: float, *, reads: list[int], away: dict[int, str] | None = None) -> CriticalPath:
-    """Of a subgroup of one weight and one gradient, born in stage 1. 40 bytes per second to and from the host."""
-    update, last = phases.index("o"), reads[-1]
-    machine, weight = hardware(host=True, rate=10.0), block(40, [update], [*reads[:-1], update], persistent=True)
-    if last < len(phases):
-        weight["reads"].append(last)
-    made = trace(
-        staged(phases, seconds),
-        [weight, block(40, [1], [update])],
-        machine,
-        subgroups=[subgroup(update, [0, 1], seconds, 3.0, 10)],
-    )
-    moves = [move(1, 1, update, tier="host"), move(0, 0, last, last, out=False, tier="host")]
-    return path_of(made, by_hand(made, 80, moves, away=away, updates=[{"subgroup": 0, "where": "host"}]))
-
-
 def test_the_host_updates_while_the_device_waits() -> None:
     """The gradient goes out (1 s), the host updates (3 s), the weight comes back (1 s), and only then stage 0 can run."""
-    path = host_update("fbo", 1.0, reads=[0, 3], away={0: "host"})
-    assert timed(path) == [
+    assert timed(path_of(*updating("fbo"))) == [
         ("device->host", 0, 1.0),
         ("host updates", 0, 3.0),
         ("host->device", 1, 1.0),

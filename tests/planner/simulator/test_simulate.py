@@ -11,19 +11,11 @@ from planner.simulator import critical_path
 
 from ..traces import IN, OUT, Entry, block, by_hand, hand, layers, links, move, staged, trace
 
-
-@pytest.fixture
-def chain() -> Trace:
-    return hand("chain")
+CHAIN = hand("chain")
 
 
-@pytest.fixture
-def wrap() -> Trace:
-    return hand("wrap")
-
-
-def test_copies_overlap_with_stages(chain: Trace) -> None:
-    timeline = simulate(chain, by_hand(chain, 20, [move(0, 0, 5, 4)]))
+def test_copies_overlap_with_stages() -> None:
+    timeline = simulate(CHAIN, by_hand(CHAIN, 20, [move(0, 0, 5, 4)]))
     assert timeline.iteration_seconds == pytest.approx(6.0)
     assert timeline.peak_bytes == {"device": 20, "host": 0, "storage": 10}
     assert timeline.moved_bytes == {"device->storage": 10, "storage->device": 10}
@@ -32,9 +24,9 @@ def test_copies_overlap_with_stages(chain: Trace) -> None:
     assert (into.start_seconds, into.end_seconds) == pytest.approx((4.0, 5.0))
 
 
-def test_memory_over_time(chain: Trace) -> None:
+def test_memory_over_time() -> None:
     """Activation 0 leaves from 1 s to 2 s while activation 1 is made; its copy in begins at 4 s, when activation 2 dies."""
-    timeline = simulate(chain, by_hand(chain, 20, [move(0, 0, 5, 4)]))
+    timeline = simulate(CHAIN, by_hand(CHAIN, 20, [move(0, 0, 5, 4)]))
     held, after = 0, {}
     for seconds, tier, _, size in timeline.memory:
         if tier == "device":
@@ -44,38 +36,38 @@ def test_memory_over_time(chain: Trace) -> None:
     assert [change for change in timeline.memory if change[1] != "device"] == [(1.0, "storage", 0, 10), (6.0, "storage", 0, -10)]
 
 
-def test_a_late_prefetch_stalls_its_stage(chain: Trace) -> None:
-    timeline = simulate(chain, by_hand(chain, 20, [move(0, 0, 5, 5)]))
+def test_a_late_prefetch_stalls_its_stage() -> None:
+    timeline = simulate(CHAIN, by_hand(CHAIN, 20, [move(0, 0, 5, 5)]))
     assert [stage.stall_seconds for stage in timeline.stages] == pytest.approx([0, 0, 0, 0, 0, 1])
     assert timeline.stall_seconds == pytest.approx(1.0)
 
 
-def test_a_late_copy_out_stalls_the_stage_that_needs_the_room(chain: Trace) -> None:
-    timeline = simulate(chain, by_hand(chain, 20, [move(0, 0, 5, 4, leave=1)]))
+def test_a_late_copy_out_stalls_the_stage_that_needs_the_room() -> None:
+    timeline = simulate(CHAIN, by_hand(CHAIN, 20, [move(0, 0, 5, 4, leave=1)]))
     assert [stage.stall_seconds for stage in timeline.stages] == pytest.approx([0, 0, 1, 0, 0, 0])
 
 
-def test_a_prefetch_that_is_too_early_deadlocks(chain: Trace) -> None:
+def test_a_prefetch_that_is_too_early_deadlocks() -> None:
     # Activation 0 comes back during stage 1, when there is room; then stage 2 has none for its output.
-    slow = chain.rebuilt(stages=[stage.model_copy(update={"duration_seconds": 2.0}) for stage in chain.stages])
+    slow = CHAIN.rebuilt(stages=[stage.model_copy(update={"duration_seconds": 2.0}) for stage in CHAIN.stages])
     plan = by_hand(slow, 20, [move(0, 0, 5, 1)])
     with pytest.raises(InfeasiblePlanError, match="waits for ever for 10 bytes") as caught:
         simulate(slow, plan)
     assert caught.value.stage == "forward/2"
 
 
-def test_queues_out_of_order_deadlock(chain: Trace) -> None:
+def test_queues_out_of_order_deadlock() -> None:
     # Budget for one block: activation 0, first in the queue, takes the room that activation 1 needs.
     moves = [move(0, 0, 5, 4), move(1, 1, 4, 4)]
     with pytest.raises(InfeasiblePlanError, match="waits for ever for block 'activation.1'") as caught:
-        simulate(chain, by_hand(chain, 10, moves))
+        simulate(CHAIN, by_hand(CHAIN, 10, moves))
     assert (caught.value.stage, caught.value.block) == ("backward/1", "activation.1")
-    assert simulate(chain, by_hand(chain, 10, [move(0, 0, 5, 5), moves[1]])).iteration_seconds == pytest.approx(10)
+    assert simulate(CHAIN, by_hand(CHAIN, 10, [move(0, 0, 5, 5), moves[1]])).iteration_seconds == pytest.approx(10)
 
 
-def test_the_next_stage_goes_before_a_prefetch(chain: Trace) -> None:
+def test_the_next_stage_goes_before_a_prefetch() -> None:
     # When stage 2 is reached there is room for its output or for the waiting prefetch, not for both.
-    timeline = simulate(chain, by_hand(chain, 20, [move(0, 0, 5, 2)]))
+    timeline = simulate(CHAIN, by_hand(CHAIN, 20, [move(0, 0, 5, 2)]))
     assert timeline.iteration_seconds == pytest.approx(6.0)
     assert timeline.transfers[1].start_seconds == pytest.approx(4.0)
 
@@ -103,15 +95,15 @@ def test_what_cannot_be_carried_out(name: str, budget: int, moves: list[Entry], 
     assert moves or name == "wrap" or caught.value.stage == "forward/2"
 
 
-def test_a_block_that_must_not_move(chain: Trace) -> None:
-    fixed = chain.rebuilt(blocks=[block.model_copy(update={"movable": False}) for block in chain.blocks])
+def test_a_block_that_must_not_move() -> None:
+    fixed = CHAIN.rebuilt(blocks=[block.model_copy(update={"movable": False}) for block in CHAIN.blocks])
     with pytest.raises(InfeasiblePlanError, match="not movable"):
         simulate(fixed, by_hand(fixed, 20, [move(0, 0, 5, 4)]))
 
 
-def test_a_plan_for_another_trace(chain: Trace, wrap: Trace) -> None:
+def test_a_plan_for_another_trace() -> None:
     with pytest.raises(PlanError, match="make a plan from this trace"):
-        simulate(wrap, by_hand(chain, 100, []))
+        simulate(hand("wrap"), by_hand(CHAIN, 100, []))
 
 
 def test_a_link_that_lags_behind_more_and_more_is_followed_to_the_end() -> None:

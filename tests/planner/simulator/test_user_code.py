@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner import Budgets, InfeasiblePlanError, Plan, Timeline, Trace, TraceError, plan, simulate
+from planner import Budgets, InfeasiblePlanError, Plan, Timeline, Trace, plan, simulate
 from planner.bound import lower_bound_seconds
 from planner.problem import Problem, host_updatable, live_bytes, user_stages
 from planner.simulator import STAGES, critical_path
@@ -26,6 +26,7 @@ from ..traces import (
     trace,
     trained,
     transformer_trace,
+    updating,
     with_user_code,
 )
 
@@ -87,17 +88,6 @@ def test_user_code_at_the_border_of_iterations() -> None:
         away = {0: "device" if leave >= 6 else "storage"}
         seconds.append(simulate(made, by_hand(made, 20, [move(0, 5, 11, start, leave=leave)], away=away)).iteration_seconds)
     assert seconds == [7.0, 6.0, 6.0, 7.0]
-
-
-def updating(phases: str, *, device_seconds: float = 1.0) -> tuple[Trace, Plan]:
-    """One subgroup, updated in stage 2, on the host: gradient out 1 s, update 3 s, parameter in 1 s for stage 0."""
-    count = len(phases)
-    seconds = [device_seconds if number == 2 else 1.0 for number in range(count)]
-    machine = hardware(host=True, rate=2.5)
-    subgroups = [subgroup(2, range(3), device_seconds, 3.0)]
-    made = trace(staged(phases, seconds), trained((10, 10, 10), [0, 1], 1, 2), machine, subgroups=subgroups)
-    moves = [move(1, 1, 2, tier="host"), move(0, 1, count, count, out=False, tier="host")]
-    return made, by_hand(made, 1000, moves, away={0: "host"}, updates=[{"subgroup": 0, "where": "host"}])
 
 
 def test_user_code_waits_for_updates_on_the_host() -> None:
@@ -187,13 +177,11 @@ def training(
     update: int = 3,
     times: tuple[float, float] = (1.0, 1.0),
     host: bool = True,
-    subgroups: int = 1,
 ) -> Trace:
     """Forward, something that takes a workspace of 60 bytes, backward, update (or the update where `update` says)."""
     phases = "".join("o" if number == update else phase for number, phase in enumerate("fubf"))
-    groups = [subgroup(update, range(3) if number == 0 else (), *times) for number in range(subgroups)]
-    blocks = trained((20, 20, 40), uses, born, update)
-    return trace(staged(phases, seconds, {1: 60}), blocks, hardware(host=host, rate=50.0), subgroups=groups)
+    blocks, machine = trained((20, 20, 40), uses, born, update), hardware(host=host, rate=50.0)
+    return trace(staged(phases, seconds, {1: 60}), blocks, machine, subgroups=[subgroup(update, range(3), *times)])
 
 
 def test_which_subgroups_can_update_on_the_host() -> None:
@@ -256,8 +244,3 @@ def test_a_parameter_waits_for_its_update() -> None:
 def test_what_a_parameter_may_not_do(moves: list[Entry], message: str) -> None:
     with pytest.raises(InfeasiblePlanError, match=message):
         updated(training(), *moves)
-
-
-def test_subgroups_cannot_take_longer_than_their_stage() -> None:
-    with pytest.raises(TraceError, match=r"subgroups up to 1 take 2\.0 s of stage 3, which lasts 1\.0 s"):
-        training((1.0, 1.0, 1.0, 1.0), subgroups=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import mmap
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +27,6 @@ MIB = 1 << 20
 SLACK = 3 * MIB
 """Allowed difference in bytes: the system's counters are not exact, and the test itself takes memory."""
 KEEP = pytest.mark.parametrize("keep_pages", [True, False])
-
-
-@pytest.fixture
-def memory() -> Iterator[CpuMemory]:
-    memory = CpuMemory()
-    memory.trim(0)
-    yield memory
-    memory.stand_back()
 
 
 def movable(memory: CpuMemory, tensor: torch.Tensor) -> Span:

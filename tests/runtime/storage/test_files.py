@@ -7,7 +7,7 @@ import fcntl
 import os
 import resource
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,13 +19,6 @@ from ..memory import COPIES, Memory, break_io, read_slot, refuse_direct_io, writ
 
 MIB = 1 << 20
 Call = Callable[..., int]
-
-
-@pytest.fixture
-def plain_store(tmp_path: Path) -> Iterator[PosixStore]:
-    store = PosixStore([tmp_path], budget_bytes=None)
-    yield store
-    store.close()
 
 
 @pytest.mark.parametrize("way", ["direct", "refused", "buffered"])
@@ -47,11 +40,11 @@ def test_files_are_private_reserved_and_opened_as_told(folders: list[Path], monk
 
 
 @pytest.mark.parametrize("call", ["write", "read"])
-def test_an_io_error_names_file_block_and_errno(plain_store: PosixStore, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    slot, memory = plain_store.allocate(MIB, "layers.3.weight"), Memory(MIB)
+def test_an_io_error_names_file_block_and_errno(store: PosixStore, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    slot, memory = store.allocate(MIB, "layers.3.weight"), Memory(MIB)
     break_io(monkeypatch, "pwritev" if call == "write" else "preadv")
     with pytest.raises(StorageIOError) as raised:
-        COPIES[call](plain_store, slot, memory.address)
+        COPIES[call](store, slot, memory.address)
     assert raised.value.path == str(slot.extents[0].path)
     assert raised.value.block == "layers.3.weight"
     assert raised.value.errno == errno.EIO
@@ -60,7 +53,7 @@ def test_an_io_error_names_file_block_and_errno(plain_store: PosixStore, monkeyp
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
-def test_short_transfers_are_continued(plain_store: PosixStore, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_short_transfers_are_continued(store: PosixStore, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     real: Call = getattr(os, call)
     lengths: list[int] = []
 
@@ -69,16 +62,16 @@ def test_short_transfers_are_continued(plain_store: PosixStore, monkeypatch: pyt
         return real(descriptor, [buffers[0][: lengths[-1]]], offset)
 
     monkeypatch.setattr(os, call, short)
-    slot = plain_store.allocate(MIB, "weights")
+    slot = store.allocate(MIB, "weights")
     memory, read = Memory(MIB, random=True), Memory(MIB)
-    write_slot(plain_store, slot, memory.address)
-    read_slot(plain_store, slot, read.address)
+    write_slot(store, slot, memory.address)
+    read_slot(store, slot, read.address)
     assert read.content == memory.content
     assert len(lengths) > MIB // (3 * 4096)
 
 
 def test_too_little_free_space_is_found_before_anything_is_reserved(
-    plain_store: PosixStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    store: PosixStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     real = os.fstatvfs
 
@@ -88,36 +81,32 @@ def test_too_little_free_space_is_found_before_anything_is_reserved(
         return os.statvfs_result(fields)
 
     monkeypatch.setattr(os, "fstatvfs", nearly_full)
-    assert plain_store.limit_bytes == 5 * MIB
+    assert store.limit_bytes == 5 * MIB
     with pytest.raises(StorageFullError) as raised:
-        plain_store.ensure_capacity(6 * MIB)
+        store.ensure_capacity(6 * MIB)
     for part in ("6,291,456 more bytes", str(tmp_path), "5,242,880 bytes free", "raise memory_budget"):
         assert part in str(raised.value)
-    assert plain_store.capacity_bytes == 0
-    plain_store.allocate(5 * MIB, "what just fits")  # less than the usual growth of a file
-    assert plain_store.capacity_bytes == 5 * MIB
+    assert store.capacity_bytes == 0
+    store.allocate(5 * MIB, "what just fits")  # less than the usual growth of a file
+    assert store.capacity_bytes == 5 * MIB
 
 
-def test_directories_on_one_drive_share_its_free_space(tmp_path: Path, folders: list[Path]) -> None:
-    store = PosixStore(folders, budget_bytes=None)
+def test_directories_on_one_drive_share_its_free_space(tmp_path: Path, store: PosixStore) -> None:
     free = os.statvfs(tmp_path)
     with pytest.raises(StorageFullError):
         store.ensure_capacity(free.f_bavail * free.f_frsize + 64 * MIB)  # each half would fit
     assert store.capacity_bytes == 0
-    store.close()
 
 
-def test_a_file_that_is_cut_short(plain_store: PosixStore) -> None:
-    slot, memory = plain_store.allocate(2 * MIB, "weights"), Memory(2 * MIB)
-    os.truncate(f"/proc/self/fd/{slot.extents[0].file_descriptor}", MIB)
+def test_a_file_that_is_cut_short(store: PosixStore) -> None:
+    slot, memory = store.allocate(2 * MIB, "weights"), Memory(2 * MIB)
+    os.truncate(f"/proc/self/fd/{slot.extents[0].file_descriptor}", MIB // 2)
     with pytest.raises(StorageIOError, match="beyond the end of the file"):
-        read_slot(plain_store, slot, memory.address)
+        read_slot(store, slot, memory.address)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_drive_that_fills_up_while_room_is_reserved(
-    plain_store: PosixStore, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_drive_that_fills_up_while_room_is_reserved(store: PosixStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     real = os.posix_fallocate
 
     def full(descriptor: int, offset: int, length: int) -> None:
@@ -126,22 +115,22 @@ def test_a_drive_that_fills_up_while_room_is_reserved(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StorageFullError, match="more bytes are needed in"):
-        plain_store.allocate(MIB, "weights")
-    assert plain_store.capacity_bytes == plain_store.used_bytes == 0
-    assert plain_store.limit_bytes > 0
+        store.allocate(MIB, "weights")
+    assert store.capacity_bytes == store.used_bytes == 0
+    assert store.limit_bytes > 0
 
 
-def test_a_limit_on_file_size_is_named(plain_store: PosixStore) -> None:
+def test_a_limit_on_file_size_is_named(store: PosixStore) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limits[1]))
     try:
         with pytest.raises(StorageIOError, match="reserve room for block 'weights'") as raised:
-            plain_store.allocate(2 * MIB, "weights")
+            store.allocate(2 * MIB, "weights")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert raised.value.errno == errno.EFBIG
-    assert plain_store.capacity_bytes == 0
-    plain_store.allocate(2 * MIB, "weights")
+    assert store.capacity_bytes == 0
+    store.allocate(2 * MIB, "weights")
 
 
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:

@@ -22,10 +22,6 @@ from .fakes import CompatMode, FakeKvikio
 MIB = 1 << 20
 
 
-def make(tmp_path: Path, kvikio: FakeKvikio, **options: Any) -> KvikioStore:
-    return KvikioStore([tmp_path], budget_bytes=None, kvikio=kvikio, **options)
-
-
 @pytest.mark.parametrize(
     ("kvikio", "description", "modes"),
     [
@@ -43,7 +39,7 @@ def test_how_bytes_travel_is_found_out_and_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kvikio: FakeKvikio, description: str, modes: list[CompatMode]
 ) -> None:
     with caplog.at_level(logging.WARNING, "runtime.storage.kvikio"):
-        store = make(tmp_path, kvikio)
+        store = KvikioStore([tmp_path], budget_bytes=None, kvikio=kvikio)
     assert store.description == f"kvikio 26.99.00, {description}"
     assert [mode for _, mode in kvikio.opened] == modes
     assert kvikio.values["compat_mode"] is CompatMode.AUTO
@@ -65,7 +61,7 @@ def test_an_error_of_kvikio_names_file_block_and_offset(
     tmp_path: Path, call: str, error: Exception | None, code: int, what: str
 ) -> None:
     kvikio = FakeKvikio()
-    store = make(tmp_path, kvikio)
+    store = KvikioStore([tmp_path], budget_bytes=None, kvikio=kvikio)
     store.allocate(MIB, "before")
     slot, memory = store.allocate(MIB, "layers.3.weight"), Memory(MIB)
     kvikio.error, kvikio.lost_bytes = error, 4096

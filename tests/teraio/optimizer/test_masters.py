@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -142,14 +142,6 @@ def test_a_parameter_that_has_overflowed() -> None:
 
 
 # -- memory
-
-
-@pytest.fixture
-def memory() -> Iterator[CpuMemory]:
-    memory = CpuMemory()
-    memory.trim(0)
-    yield memory
-    memory.stand_back()
 
 
 @pytest.mark.parametrize(

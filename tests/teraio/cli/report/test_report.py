@@ -90,10 +90,17 @@ PLANNED = [
 """Traces with budgets at which something moves, runs again, or updates on the host."""
 
 
+def facts_of(report: Report, plan: Path, trace: Path) -> Any:
+    return json.loads(report(plan, "--trace", trace, "--json", "--points", 0))["facts"]
+
+
 @pytest.mark.parametrize(("name", "device_bytes"), PLANNED)
-def test_the_timeline_is_that_of_the_simulator(name: str, device_bytes: int, report: Report, tmp_path: Path) -> None:
+def test_the_timeline_is_that_of_the_simulator_and_blocks_make_up_the_memory_at_every_moment(
+    name: str, device_bytes: int, report: Report, tmp_path: Path
+) -> None:
     trace, path = hand(name), planned(tmp_path, name, device_bytes)
-    rows, replayed = timeline(report, path, file_of(name)), planner.simulate(trace, Plan.load(path))
+    facts, replayed = facts_of(report, path, file_of(name)), planner.simulate(trace, Plan.load(path))
+    rows, blocks = facts["timeline"], facts["blocks"]
     assert rows["seconds"] == replayed.iteration_seconds
     assert [(s["reached"], s["start"], s["end"]) for s in rows["stages"]] == list(replayed.stages)
     copies = [(c["link"], c["block"], c["queued"], c["start"], c["end"]) for c in rows["copies"]]
@@ -105,14 +112,6 @@ def test_the_timeline_is_that_of_the_simulator(name: str, device_bytes: int, rep
     peaks = {tier: max(sum(point[1:]) for point in memory["points"]) for tier, memory in tiers.items()}
     assert peaks == {tier: size for tier, size in replayed.peak_bytes.items() if size} and peaks["device"] <= device_bytes
     assert max(sum(point[1:]) for point in rows["unplanned"]["points"]) == max(live_bytes(trace))
-
-
-@pytest.mark.parametrize(("name", "device_bytes"), PLANNED)
-def test_blocks_and_workspace_make_up_the_memory_at_every_moment(
-    name: str, device_bytes: int, report: Report, tmp_path: Path
-) -> None:
-    facts = facts_of(report, planned(tmp_path, name, device_bytes), file_of(name))
-    rows, blocks = facts["timeline"], facts["blocks"]
     for memory in (rows["memory"], rows["unplanned"], *rows["below"].values()):
         assert all(ended is None or began <= ended for _, began, ended in memory["held"])
         for seconds, *sizes in memory["points"]:
@@ -124,17 +123,8 @@ def test_blocks_and_workspace_make_up_the_memory_at_every_moment(
             assert all(told[kind] == made_up[kind] for kind in told if kind != "workspace"), seconds
 
 
-def timeline(report: Report, plan: Path, trace: Path) -> Any:
-    """The timeline that a report has."""
-    return facts_of(report, plan, trace)["timeline"]
-
-
-def facts_of(report: Report, plan: Path, trace: Path) -> Any:
-    return json.loads(report(plan, "--trace", trace, "--json", "--points", 0))["facts"]
-
-
 def test_each_copy_says_why(chain: Path, report: Report) -> None:
-    rows = timeline(report, chain, CHAIN_FILE)
+    rows = facts_of(report, chain, CHAIN_FILE)["timeline"]
     first = next(block.id for block in CHAIN.blocks if block.name == "activation.0")
     told = {rows["moves"][copy["move"]]["why"] for copy in rows["copies"] if copy["block"] == first}
     assert told == {"away after forward/0, until backward/0; if nothing left, forward/2 would exceed the budget by 20 B"}
