@@ -75,7 +75,9 @@ def test_the_optimum_is_found(name: str, budget: int, seconds: float, out: int, 
     ],
 )
 def test_floor(name: str, smallest: int, stage: int) -> None:
-    assert floor(hand(name)) == (smallest, stage)
+    trace = hand(name)
+    assert floor(trace) == (smallest, stage)
+    assert plan(trace, Budgets(device_bytes=smallest)).predicted is not None
 
 
 @pytest.mark.parametrize("policy", ["ilp", "belady"])
