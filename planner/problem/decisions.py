@@ -63,10 +63,7 @@ class TierCapacity:
 
     def best(self, index: int) -> WaitingTier | None:
         """Return the fastest tier with room for the block of a period, or None."""
-        for route in self._problem.routes_of(index):
-            if self.fits(index, route.tier):
-                return route.tier
-        return None
+        return next((route.tier for route in self._problem.routes_of(index) if self.fits(index, route.tier)), None)
 
     def least_busy(self, index: int) -> WaitingTier | None:
         """Return the tier with room whose link inward would be busy for the shortest total time with this block, or None."""

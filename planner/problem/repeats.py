@@ -167,8 +167,9 @@ def _found(trace: Trace) -> Repeats | None:
         return None
     first, length, times = found
     for skipped in (0, 1):  # the first one is not like the others if it makes the gradients
-        copies = _Copies(trace, first + skipped * length, length, times - skipped)
-        repeats = copies.folded() if times - skipped >= 2 and copies.after_a_pass() else None
+        begin, count = first + skipped * length, times - skipped
+        after_a_pass = any(stage.phase == "backward" for stage in trace.stages[:begin])
+        repeats = _Copies(trace, begin, length, count).folded() if count >= 2 and after_a_pass else None
         if repeats is not None:
             return repeats
     return None
@@ -200,10 +201,6 @@ class _Copies:
 
     def __init__(self, trace: Trace, first: int, length: int, times: int) -> None:
         self._trace, self._first, self._length, self._times = trace, first, length, times
-
-    def after_a_pass(self) -> bool:
-        """Whether there is a pass before them."""
-        return any(stage.phase == "backward" for stage in self._trace.stages[: self._first])
 
     def folded(self) -> Repeats | None:
         trace = self._trace
@@ -293,12 +290,5 @@ class _Copies:
             recompute.append(
                 group.model_copy(update={"id": number, "stage": group.stage - first, "blocks": made, "reads": reads})
             )
-        return trace.model_copy(
-            update={
-                "stages": tuple(stages),
-                "blocks": tuple(blocks),
-                "subgroups": (),
-                "recompute": tuple(recompute),
-                "not_recomputed": (),
-            }
-        )
+        changed = {"stages": tuple(stages), "blocks": tuple(blocks), "recompute": tuple(recompute)}
+        return trace.model_copy(update={**changed, "subgroups": (), "not_recomputed": ()})

@@ -240,9 +240,8 @@ class Plan(GrownModel):
 
     def fault(self) -> str | None:
         """Return what no plan file may hold: a number beyond the limits, with its place. None if a reader takes the plan."""
-        computed = self.model_dump(
-            mode="json", include={"budgets", "solver", "predicted", "shorter"}
-        )  # the rest is ids and names
+        # The rest is ids and names.
+        computed = self.model_dump(mode="json", include={"budgets", "solver", "predicted", "shorter"})
         return next(faults(computed), None)
 
     def text(self) -> str:
