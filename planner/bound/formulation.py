@@ -41,9 +41,8 @@ from planner.schema import Link
 class BoundModel:
     """The program and the rows that every class adds terms to.
 
-    By instant: `memory`, and `places` by tier. By span: `time`. `whole`: blocks are absent
-    as a whole or not at all. `stall`: None for a span that cannot stall. `again`: R of each class of recompute groups, by
-    span.
+    By instant: `memory`, and `places` by tier. By span: `time`. `whole`: blocks are absent as a whole or not at all. `stall`:
+    None for a span that cannot stall. `again`: R of each class of recompute groups, by span.
     """
 
     problem: Problem

@@ -104,11 +104,8 @@ def decisions_of(problem: Problem, plan: Plan) -> Decisions:
     for move in plan.moves:
         index = problem.period_after.get((move.block, move.after))
         if index is not None:  # gradients of updates on the host have none
-            decisions[index] = Decision(
-                tier=move.tier,
-                leave=move.after if move.offload is None else move.offload.start,
-                start=move.before if move.prefetch is None else move.prefetch.start,
-            )
+            start = move.before if move.prefetch is None else move.prefetch.start
+            decisions[index] = Decision(tier=move.tier, leave=move.leaves, start=start)
     return decisions
 
 

@@ -23,7 +23,7 @@ from statistics import fmean
 
 from planner.problem.problem import Decision, Decisions, Problem
 from planner.problem.recompute import recomputed, source_blocks
-from planner.schema import Block, Budgets, Move, Plan, Recompute, Stage, Trace
+from planner.schema import Block, Budgets, Plan, Recompute, Stage, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class LaidOut:
             else:
                 move = of_border.get((period.block, period.after))
             if move is not None:
-                leave = min(period.after + _waits(move), period.last_leave)
+                leave = min(period.after + move.leaves - move.after, period.last_leave)
                 start = period.before if move.prefetch is None else until - move.before + move.prefetch.start
                 found[index] = Decision(tier=move.tier, leave=leave, start=max(start, leave + 1))
         return found
@@ -149,11 +149,6 @@ class LaidOut:
         )
         changes = {"stages": stages, "blocks": tuple(blocks), "subgroups": subgroups, "recompute": (), "not_recomputed": ()}
         return trace.model_copy(update=changes)
-
-
-def _waits(move: Move) -> int:
-    """How many stages after its last use the block leaves."""
-    return 0 if move.offload is None else move.offload.start - move.after
 
 
 def repeats_of(trace: Trace) -> Repeats | None:

@@ -172,7 +172,7 @@ def _lay_out_update(
 
 
 def _lay_out_move(program: ReplayProgram, index: int, move: Move, count: int, persistent: bool) -> None:
-    leaves = move.after if move.offload is None else move.offload.start
+    leaves = move.leaves
     by_stage = program.drops if move.offload is None else program.offloads
     by_stage[leaves % count].append(index)
     if move.prefetch is None:
