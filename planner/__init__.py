@@ -1,15 +1,4 @@
-"""The planner, which needs no torch: `plan(trace, budgets)` makes a plan, and `simulate(trace, plan)` replays it.
-
-Rooms, each of which imports only those below it:
-
-* `policies`: the ways to make a plan, and `plan` itself
-* `schedule`: from decisions to exact moves
-* `bound`: a lower bound on the iteration time
-* `simulator`: the replay of a plan
-* `ilp`, `lp`: the integer program, and what it shares with the bound
-* `problem`: what follows from a trace and budgets
-* `schema`: the files: traces and plans
-"""
+"""The planner, which needs no torch: `plan(trace, budgets)` makes a plan, and `simulate(trace, plan)` replays it."""
 
 from planner.errors import BudgetError as BudgetError
 from planner.errors import CheckpointError as CheckpointError

@@ -41,9 +41,8 @@ from planner.schema import Link
 class BoundModel:
     """The program and the rows that every class adds terms to.
 
-    By instant: `memory`, and `places` by tier. By span: `time`. `whole`: blocks are absent
-    as a whole or not at all. `stall`: None for a span that cannot stall. `again`: R of each class of recompute groups, by
-    span.
+    By instant: `memory`, and `places` by tier. By span: `time`. `whole`: blocks are absent as a whole or not at all. `stall`:
+    None for a span that cannot stall. `again`: R of each class of recompute groups, by span.
     """
 
     problem: Problem
@@ -53,7 +52,7 @@ class BoundModel:
     stall: list[Variable | None]
     memory: list[Terms]
     time: TimeRows
-    places: dict[str, list[Terms]] = field(default_factory=dict)
+    places: dict[str, list[Terms]]
     updates: list[HostUpdateVariables] = field(default_factory=list)
     again: list[dict[int, Variable]] = field(default_factory=list)
 
@@ -93,18 +92,14 @@ class CopyVariables:
     @property
     def waiting(self) -> Terms:
         """d + O at the window's end: the share that must come in again."""
-        return self.left(len(self.out) - 1) if self.out else self.left(0)
+        return self.left(len(self.out) - 1)
 
 
 def add_use(model: BoundModel, block_class: CopyClass, link: Link, window: CopyWindow, position: int, step: Terms) -> None:
     """Add a step of a copy to the rows of its link and of the rates that the link shares."""
-    size, seconds = block_class.size_bytes * window.count, _seconds(block_class, link) * window.count
-    model.time.add(link.name, window.spans[position], step, seconds=seconds, size_bytes=size)
-
-
-def _seconds(block_class: CopyClass, link: Link) -> float:
-    """The least time that the class occupies a link: at the seconds per byte of its largest member."""
-    return link.seconds(block_class.largest_bytes) * block_class.size_bytes / block_class.largest_bytes
+    size, largest = block_class.size_bytes, block_class.largest_bytes
+    least = link.seconds(largest) * size / largest  # that it occupies the link: at the seconds per byte of its largest member
+    model.time.add(link.name, window.spans[position], step, seconds=least * window.count, size_bytes=size * window.count)
 
 
 def add_reruns(model: BoundModel, classes: Sequence[RerunClass]) -> None:
@@ -182,7 +177,7 @@ def build_bound(
     instants: Instants,
     classes: tuple[CopyClass, ...],
     updates: tuple[HostUpdateWindows, ...],
-    reruns: tuple[RerunClass, ...] = (),
+    reruns: tuple[RerunClass, ...],
     *,
     whole: bool,
 ) -> Program:
@@ -199,11 +194,10 @@ def build_bound(
         stall=[None] * len(instants),
         memory=[[] for _ in instants.positions],
         time=TimeRows(problem, len(instants)),
+        places={route.tier: [[] for _ in instants.positions] for route in problem.routes},
     )
     for same in instants.alike:
         model.stall[same[0]] = program.variable(inf) if instants.can_stall[same[0]] else None
-    for route in problem.routes:
-        model.places[route.tier] = [[] for _ in instants.positions]
     model.updates = [add_host_update(program, each, problem.route("host"), count=len(instants), whole=whole) for each in updates]
     add_reruns(model, reruns)
     cost: Terms = [(stall, 1.0) for stall in model.stall if stall is not None]
@@ -227,7 +221,9 @@ def _add_class(model: BoundModel, block_class: CopyClass) -> None:
         chosen = [(model.updates[block_class.update].chosen, 1.0)]
         made["host"] += chosen  # the update writes a valid copy of a parameter there
         if block_class.persistent and not block_class.read_only:
-            kept = _add_kept(model, block_class)
+            kept = model.variable()  # x: the block's place in the host tier for good, beyond what its update there takes
+            for row in model.places["host"]:
+                row.append((kept, model.share(block_class.size_bytes)))
     final = len(block_class.windows) - 1
     for rank, window in enumerate(block_class.windows):
         waiting: Terms = []
@@ -257,14 +253,6 @@ def _made_anew(model: BoundModel, block_class: CopyClass, window: CopyWindow) ->
         return [[] for _ in window.inside]
     shares = model.again[block_class.rerun]
     return [[(shares[later], 1.0) for later in window.inside[n:] if later in shares] for n in range(len(window.inside))]
-
-
-def _add_kept(model: BoundModel, block_class: CopyClass) -> Variable:
-    """Add x, the place in the host tier of a persistent block, for good, beyond what its update there takes."""
-    kept = model.variable()
-    for row in model.places["host"]:
-        row.append((kept, model.share(block_class.size_bytes)))
-    return kept
 
 
 def _copies(

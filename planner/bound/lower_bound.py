@@ -129,9 +129,6 @@ def _simple_seconds(problem: Problem) -> float:
     around the stage cross the outward links. What a recompute group can make is taken off x. Several tiers work at the same time:
     their rates add up.
     """
-    compute = problem.trace.ideal_seconds
-    if not problem.routes:
-        return compute
     inward = sum(route.inward.bytes_per_second for route in problem.routes)
     outward = sum(route.outward.bytes_per_second for route in problem.routes)
     made = {block for group in problem.source.recompute for block in group.blocks}
@@ -141,10 +138,10 @@ def _simple_seconds(problem: Problem) -> float:
         return bytes_by_stage(((p.after + 1, p.before, p.size_bytes) for p in periods), problem.stage_count)
 
     made_anew, clean, final = idle(lambda p: p.block in made), idle(lambda p: p.read_only), idle(lambda p: p.final)
-    worst = compute
+    worst = problem.trace.ideal_seconds
     for stage, live in enumerate(problem.live_bytes):
         absent = live - problem.budgets.device_bytes
-        if absent > 0:
+        if absent > 0:  # then there are links
             absent -= made_anew[stage]
             worst = max(worst, (absent - final[stage]) / inward, (absent - clean[stage]) / outward)
     return worst

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 from planner.problem import InactivePeriod, Problem, Repeats
@@ -62,10 +62,8 @@ class Instants:
         copies = [range(p, others.stop if p in once else p + 1, max(len(once), 1)) for p in chosen]
         kept = sorted(position for same in copies for position in same)
         count = len(kept)
-        spans = []
-        for number, position in enumerate(kept):
-            later = times[kept[number + 1]] if number + 1 < count else ends[-1] + times[kept[0]]
-            spans.append(later - times[position])
+        begins = [times[position] for position in kept]
+        spans = [later - begin for begin, later in pairwise([*begins, ends[-1] + begins[0]])]
         runs = [p % 2 == 0 and number + 1 < count and kept[number + 1] == p + 1 for number, p in enumerate(kept)]
         step = max(sum(p in once for p in chosen), 1)
         alike = tuple(range(kept.index(same[0]), kept.index(same[-1]) + 1, step) for same in copies)
@@ -198,11 +196,11 @@ class CopyClass:
 def copy_classes(
     problem: Problem,
     instants: Instants,
-    updates: Sequence[Collection[int]] = (),
+    updates: Sequence[Collection[int]],
     *,
     apart: bool,
-    made_by: Mapping[int, int] | None = None,
-    visits: Mapping[int, Sequence[range]] | None = None,
+    made_by: Mapping[int, int],
+    visits: Mapping[int, Sequence[range]],
 ) -> tuple[CopyClass, ...]:
     """Return every stretch between two writes of every block, without windows that cannot help.
 
@@ -222,7 +220,7 @@ def copy_classes(
         for subgroup in subgroups
         for block in problem.trace.subgroups[subgroup].blocks
     }
-    made_by, visits, spans_of = made_by or {}, visits or {}, cache(partial(_spans, instants))
+    spans_of = cache(partial(_spans, instants))
     groups: dict[CopyClass, list[int]] = defaultdict(list)
     for periods in stretches.values():
         block, read_only = periods[0].block, periods[0].read_only
@@ -232,8 +230,10 @@ def copy_classes(
         # The windows of a read_only block are independent of one another.
         runs = [windows[n : n + 1] for n in helpful] if read_only else [windows[: n + 1] for n in helpful[-1:]]
         for run in runs:
+            if len(instants.alike) < len(instants):
+                run = [replace(window, count=count) for window, count in Counter(run).items()]
             alike = CopyClass(
-                windows=tuple(run if len(instants.alike) == len(instants) else _counted(run)),
+                windows=tuple(run),
                 read_only=read_only,
                 update=update,
                 persistent=problem.trace.blocks[block].persistent,
@@ -282,10 +282,6 @@ def _windows(
             )
         )
     return windows
-
-
-def _counted(windows: Iterable[CopyWindow]) -> Iterator[CopyWindow]:
-    return (replace(window, count=count) for window, count in Counter(windows).items())
 
 
 def _spans(instants: Instants, begin: int, end: int) -> tuple[tuple[int, ...], range]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -93,7 +94,7 @@ def segments_of(problem: Problem, max_segments: int) -> tuple[Segment, ...]:
             seconds=sum(stage.duration_seconds for stage in stages[first:end]),
             user=all(stage.phase == "user" for stage in stages[first:end]),
         )
-        for first, end in zip(borders, borders[1:], strict=False)
+        for first, end in pairwise(borders)
     )
 
 
@@ -116,17 +117,16 @@ class ClassPeriod(NamedTuple):
 class BlockClass:
     """Blocks that are idle in the same segments; they are decided together. `size_bytes` is their sum.
 
-    `update`: the class of subgroups that all of them belong to, if these can update on the host. `user_visible`: user code can
-    reach them.
-    `rerun`: the class of re-runs that makes all of them anew, if the program decides about re-runs.
+    `segments`: those in which they exist if they are not persistent. `update`: the class of subgroups that all of them belong to,
+    if these can update on the host. `user_visible`: user code can reach them. `rerun`: the class of re-runs that makes all of
+    them anew, if the program decides about re-runs.
     """
 
     blocks: tuple[int, ...]
     size_bytes: int
     read_only: bool
     persistent: bool
-    first_segment: int
-    last_segment: int
+    segments: range
     periods: tuple[ClassPeriod, ...]
     update: int | None = None
     user_visible: bool = False
@@ -140,17 +140,16 @@ class BlockClass:
 def classes_of(
     problem: Problem,
     grid: SegmentGrid,
-    updates: Sequence[Collection[int]] = (),
+    updates: Sequence[Collection[int]],
     *,
     largest_bytes: int,
-    rerun_of: Mapping[int, int] | None = None,
+    rerun_of: Mapping[int, int],
 ) -> tuple[BlockClass, ...]:
     """Group blocks by the segments of their periods. A class holds at most `largest_bytes`, or one block.
 
     updates: the subgroups of each class of updates on the host. rerun_of: by block, the class of re-runs that makes it anew.
     Blocks of different ones of these are in different classes.
     """
-    rerun_of = rerun_of or {}
     owner = {
         block: number
         for number, subgroups in enumerate(updates)
@@ -180,8 +179,10 @@ def classes_of(
                 read_only=blocks[0].persistent and not blocks[0].writes,
                 persistent=blocks[0].persistent,
                 user_visible=blocks[0].user_visible,
-                first_segment=min(grid.span_of(block.uses[0]) for block in blocks),
-                last_segment=max(grid.span_of(block.last_stage) for block in blocks),
+                segments=range(
+                    min(grid.span_of(block.uses[0]) for block in blocks),
+                    max(grid.span_of(block.last_stage) for block in blocks) + 1,
+                ),
                 periods=tuple(same[0]._replace(indices=tuple(each.indices[0] for each in same)) for same in alike),
                 update=owner.get(chunk[0]),
                 rerun=rerun_of.get(chunk[0]),

@@ -197,13 +197,8 @@ def rerun_shares(
 def in_order_of_need(problem: Problem, on_host: Collection[int]) -> list[int]:
     """Sort subgroups by the stage that first needs their parameters again; return as many as fit into the host tier."""
     limit = next((route.budget_bytes for route in problem.routes if route.tier == "host"), None)
-    trace = problem.source
-
-    def need(number: int) -> tuple[int, int]:
-        return needed_again(trace, trace.subgroups[number]), number
-
-    fitting, filled = [], 0
-    for number in sorted(on_host, key=need):
+    trace, fitting, filled = problem.source, list[int](), 0
+    for number in sorted(on_host, key=lambda number: (needed_again(trace, trace.subgroups[number]), number)):
         size = host_bytes(trace, trace.subgroups[number])
         if limit is None or filled + size <= limit:
             fitting.append(number)

@@ -95,7 +95,7 @@ def coarse_program(
         reruns=reruns,
         again=[program.variable() for _ in reruns],
     )
-    at_peak = resolution.classes_at_peak  # blocks beyond so many are put together: large programs stay solvable
+    at_peak = resolution.classes_at_peak
     largest = max(problem.budgets.device_bytes * 3 // at_peak, max(problem.live_bytes) // at_peak, 1)
     rerun_of = made_by(problem.source, [each.groups for each in reruns])
     updates = host_update_classes(scaled, grid, subgroups, apart=apart, unit_seconds=unit, window=resolution.window)
@@ -121,15 +121,8 @@ def coarse_program(
         model.add_time_limit(f"shared {number}")
     add_updates(model)
     add_rerun_reads(model)
-    asked = (
-        resolution,
-        tuple(subgroup.id for subgroup in subgroups),
-        write_weight,
-        apart,
-        decided,
-        places is None,
-        reserve_bytes,
-    )
+    given = tuple(subgroup.id for subgroup in subgroups)
+    asked = (resolution, given, write_weight, apart, decided, places is None, reserve_bytes)
     return CoarseProgram(model=model, asked=asked, unit_seconds=unit, build_seconds=time.perf_counter() - began)
 
 

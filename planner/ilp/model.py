@@ -93,10 +93,6 @@ class CoarseModel:
         tiers = len(self.problem.routes)
         return [self.periods[first : first + tiers] for first in range(0, len(self.periods), tiers)]
 
-    def rows(self) -> list[Terms]:
-        """Return an empty row for each segment."""
-        return [[] for _ in self.segments]
-
     def add_time_limit(self, name: str) -> None:
         """Add Σ row_k ≤ τ_k − Σ_g h_g · device_seconds of its stage, if in k, + Σ_c r_c · d_c, if in k, + δ_k.
 
@@ -134,7 +130,7 @@ def add_time(model: CoarseModel) -> None:
 
 def add_link_time(model: CoarseModel, route: Route) -> None:
     """Σ seconds · ΔO_k ≤ τ_k + δ_k and Σ seconds · ΔI_k ≤ τ_k + δ_k. The share that comes in at b itself: ≤ δ_b."""
-    late: list[Terms] = model.rows()
+    late: list[Terms] = [[] for _ in model.segments]
     for entry in model.periods:
         if entry.route.tier == route.tier and not entry.period.final:
             last = entry.into[-1]
@@ -185,8 +181,8 @@ def add_capacity(model: CoarseModel, route: Route) -> None:
     """
     if route.budget_bytes is None:
         return
-    count, scale = len(model.segments), float(max(route.budget_bytes, 1))
-    rows: list[Terms] = model.rows()
+    scale = float(max(route.budget_bytes, 1))
+    rows: list[Terms] = [[] for _ in model.segments]
     by_class: dict[tuple[int, ...], list[PeriodVariables]] = defaultdict(list)
     for entry in model.periods:
         if entry.route.tier == route.tier:
@@ -196,21 +192,18 @@ def add_capacity(model: CoarseModel, route: Route) -> None:
     for entries in by_class.values():
         place = model.program.variable()
         for entry in entries:
-            terms: Terms = [(place, 1.0), (entry.chosen, -1.0)]
-            model.program.at_least(terms, 0)
-        block_class: BlockClass = entries[0].block_class
+            model.program.at_least([(place, 1.0), (entry.chosen, -1.0)], 0)
+        block_class = entries[0].block_class
         if block_class.persistent and block_class.update is not None and updates:
             kept[block_class.update] += block_class.size_bytes
             model.program.at_least([(place, 1.0), (updates[block_class.update].chosen, -1.0)], 0)
-        first = 0 if block_class.persistent else block_class.first_segment
-        last = count - 1 if block_class.persistent else block_class.last_segment
-        for k in range(first, last + 1):
+        for k in range(len(rows)) if block_class.persistent else block_class.segments:
             rows[k].append((place, block_class.size_bytes / scale))
     for number, update in enumerate(updates):
         rest = update.windows.host_bytes - kept[number]
         for each in rows:
             each.append((update.chosen, rest / scale))
-    model.program.levels(rows, [route.budget_bytes / scale] * count)
+    model.program.levels(rows, [route.budget_bytes / scale] * len(rows))
 
 
 def reruns_in(model: CoarseModel, entry: PeriodVariables) -> list[int]:

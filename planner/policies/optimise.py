@@ -186,8 +186,7 @@ def _other_updates(search: _Search) -> list[ReplayedPlan]:
 def _around_user_code(search: _Search) -> list[ReplayedPlan]:
     if (search.task.draft and search.task.part) or not user_stages(search.problem.trace):
         return []
-    chosen = search.cheapest[: search.effort.around_user_code]
-    return [around_user_code(each) for each in chosen]
+    return [around_user_code(each) for each in search.cheapest[: search.effort.around_user_code]]
 
 
 def _other_large_blocks(search: _Search) -> list[ReplayedPlan]:
@@ -285,13 +284,10 @@ def exact_candidates(problem: Problem, start: Decisions, write_weight: float) ->
 
     Raises InfeasiblePlanError where the lower tiers are too small.
     """
-    effort = effort_of(problem.stage_count)
     filled = evict_furthest(problem, start, early=True, spread=True)
     pruned = prune(problem, filled, _copy_costs(problem, filled))
-    first = _best_schedule(problem, filled, write_weight, leads=effort.leads, rounds=effort.rounds)
-    if pruned == filled:
-        return [first]
-    return [first, _best_schedule(problem, pruned, write_weight, leads=(first.lead,), rounds=effort.rounds)]
+    first = _best_schedule(problem, filled, write_weight, effort_of(problem.stage_count).leads)
+    return [first] if pruned == filled else [first, _best_schedule(problem, pruned, write_weight, (first.lead,))]
 
 
 def exact_with_starts(problem: Problem, start: Decisions, write_weight: float) -> ReplayedPlan:
@@ -312,16 +308,14 @@ def exact_with_starts(problem: Problem, start: Decisions, write_weight: float) -
     return best
 
 
-def _best_schedule(
-    problem: Problem, decisions: Decisions, write_weight: float, *, leads: Sequence[float], rounds: int
-) -> ReplayedPlan:
+def _best_schedule(problem: Problem, decisions: Decisions, write_weight: float, leads: Sequence[float]) -> ReplayedPlan:
     """Schedule by the ideal clock, replay, schedule again by the replayed clock, and so on. Keep the best."""
     best: ReplayedPlan | None = None
     known: set[tuple[tuple[int, int], ...]] = set()
     # Longer leads come first, and of equal plans the first is kept: a lead absorbs delays that were not measured.
     for lead in leads:
         clock = StageClock.ideal(problem)
-        for _ in range(rounds):
+        for _ in range(effort_of(problem.stage_count).rounds):
             if best is not None and out_of_time():
                 break
             scheduled = schedule(problem, decisions, clock, lead=lead)
@@ -366,7 +360,7 @@ def without_needless_writes(best: ReplayedPlan) -> ReplayedPlan:
         others = [index for periods in movable[:tried] for index in periods]
         decisions = best.decisions | {index: replace(best.decisions[index], tier="host") for index in others}
         try:
-            each = _best_schedule(best.problem, decisions, best.write_weight, leads=(best.lead,), rounds=effort.rounds)
+            each = _best_schedule(best.problem, decisions, best.write_weight, (best.lead,))
             enough = each.timeline.iteration_seconds <= limit
         except InfeasiblePlanError:
             enough = False

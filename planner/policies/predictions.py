@@ -20,8 +20,8 @@ def with_predictions(problem: Problem, plan: Plan, timeline: Timeline | None = N
     """
     if timeline is None:
         timeline = simulate(problem.source, plan)
-    plan = plan.model_copy(update={"moves": _with_free_after(problem, plan, timeline)})
-    return plan.model_copy(update={"predicted": prediction(problem.source, timeline, lower_bound_seconds)})
+    predicted = prediction(problem.source, timeline, lower_bound_seconds)
+    return plan.model_copy(update={"moves": _with_free_after(problem, plan, timeline), "predicted": predicted})
 
 
 def prediction(trace: Trace, timeline: Timeline, lower_bound_seconds: float = 0.0) -> Predicted:

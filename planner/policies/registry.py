@@ -91,10 +91,7 @@ def plan(
         if out_of_time():
             made = made.model_copy(update={"solver": made.solver.model_copy(update={"status": "time limit"})})
     with time_limit(_BOUND_SECONDS):
-        if lower_bound:
-            made = with_lower_bound(made, trace, budgets, threads=threads)
-        else:
-            made = with_bound(made, 0.0)
+        made = with_lower_bound(made, trace, budgets, threads=threads) if lower_bound else with_bound(made, 0.0)
     fault = made.fault()
     if fault is not None:
         raise PlanError(

@@ -63,10 +63,7 @@ class TierCapacity:
 
     def best(self, index: int) -> WaitingTier | None:
         """Return the fastest tier with room for the block of a period, or None."""
-        for route in self._problem.routes_of(index):
-            if self.fits(index, route.tier):
-                return route.tier
-        return None
+        return next((route.tier for route in self._problem.routes_of(index) if self.fits(index, route.tier)), None)
 
     def least_busy(self, index: int) -> WaitingTier | None:
         """Return the tier with room whose link inward would be busy for the shortest total time with this block, or None."""
@@ -107,11 +104,8 @@ def decisions_of(problem: Problem, plan: Plan) -> Decisions:
     for move in plan.moves:
         index = problem.period_after.get((move.block, move.after))
         if index is not None:  # gradients of updates on the host have none
-            decisions[index] = Decision(
-                tier=move.tier,
-                leave=move.after if move.offload is None else move.offload.start,
-                start=move.before if move.prefetch is None else move.prefetch.start,
-            )
+            start = move.before if move.prefetch is None else move.prefetch.start
+            decisions[index] = Decision(tier=move.tier, leave=move.leaves, start=start)
     return decisions
 
 

@@ -37,6 +37,7 @@ beside the next region, but the block takes its room for longer: `planner.schedu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from planner.schema import Block, Subgroup, Trace
@@ -56,18 +57,14 @@ def host_updatable(trace: Trace) -> tuple[Subgroup, ...]:
 def _host_updatable(trace: Trace) -> tuple[Subgroup, ...]:
     if trace.hardware.link("device", "host") is None or trace.hardware.link("host", "device") is None:
         return ()
-    owners: dict[int, int] = {}
-    for subgroup in trace.subgroups:
-        for block in subgroup.blocks:
-            owners[block] = owners.get(block, 0) + 1
+    owners = Counter(block for subgroup in trace.subgroups for block in subgroup.blocks)
     return tuple(
         subgroup
         for subgroup in trace.subgroups
         if subgroup.host_seconds is not None
         and trace.stages[subgroup.stage].phase != "user"
         and _next_iteration_waits(trace, subgroup)
-        and all(owners[block] == 1 for block in subgroup.blocks)
-        and all(_fits_update(trace.blocks[block], subgroup.stage) for block in subgroup.blocks)
+        and all(owners[block] == 1 and _fits_update(trace.blocks[block], subgroup.stage) for block in subgroup.blocks)
     )
 
 
@@ -129,11 +126,9 @@ def device_iteration(trace: Trace, on_host: Collection[int]) -> Trace:
             blocks[block.id] = block.model_copy(update={**uses, "dies_after": None})
         stage = stages[subgroup.stage]
         left = stage.duration_seconds - subgroup.device_seconds
-        if left <= _NOTHING_LEFT * trace.stages[stage.id].duration_seconds:
-            stage = stage.model_copy(update={"duration_seconds": 0.0, "workspace_bytes": 0})
-        else:
-            stage = stage.model_copy(update={"duration_seconds": left})
-        stages[subgroup.stage] = stage
+        nothing = left <= _NOTHING_LEFT * trace.stages[stage.id].duration_seconds
+        changes = {"duration_seconds": 0.0, "workspace_bytes": 0} if nothing else {"duration_seconds": left}
+        stages[stage.id] = stage.model_copy(update=changes)
     return trace.model_copy(update={"blocks": tuple(blocks), "stages": tuple(stages), "subgroups": ()})
 
 

@@ -151,14 +151,11 @@ def bytes_by_stage(spans: Iterable[tuple[int, int, int]], stages: int) -> list[i
 def live_bytes(trace: Trace) -> list[int]:
     """Return, for each stage, the device bytes while it runs if nothing ever leaves the device; workspace is included."""
     stages = len(trace.stages)
-    blocks = bytes_by_stage(
-        (
-            (0, stages, block.size_bytes) if block.persistent else (block.uses[0], block.last_stage + 1, block.size_bytes)
-            for block in trace.blocks
-        ),
-        stages,
+    spans = (
+        (0, stages, block.size_bytes) if block.persistent else (block.uses[0], block.last_stage + 1, block.size_bytes)
+        for block in trace.blocks
     )
-    return [size + stage.workspace_bytes for size, stage in zip(blocks, trace.stages, strict=True)]
+    return [size + stage.workspace_bytes for size, stage in zip(bytes_by_stage(spans, stages), trace.stages, strict=True)]
 
 
 def stage_floors(trace: Trace) -> list[int]:

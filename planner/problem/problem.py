@@ -255,17 +255,11 @@ def solver_unit(problem: Problem) -> float:
 
 def in_units(problem: Problem, unit_seconds: float) -> Problem:
     """Return the same problem with the rates and latencies of its links per `unit_seconds`. The trace does not change."""
-    routes = []
-    for route in problem.routes:
-        outward, inward = (
-            link.model_copy(
-                update={
-                    "bytes_per_second": link.bytes_per_second * unit_seconds,
-                    "latency_seconds": link.latency_seconds / unit_seconds,
-                }
-            )
-            for link in (route.outward, route.inward)
-        )
-        routes.append(replace(route, outward=outward, inward=inward))
+
+    def scaled(link: Link) -> Link:
+        rate, latency = link.bytes_per_second * unit_seconds, link.latency_seconds / unit_seconds
+        return link.model_copy(update={"bytes_per_second": rate, "latency_seconds": latency})
+
+    routes = tuple(replace(each, outward=scaled(each.outward), inward=scaled(each.inward)) for each in problem.routes)
     shared = tuple({name: seconds / unit_seconds for name, seconds in limit.items()} for limit in problem.shared)
-    return replace(problem, routes=tuple(routes), shared=shared)
+    return replace(problem, routes=routes, shared=shared)

@@ -354,13 +354,11 @@ def whole_layers(trace: Trace, usable: Collection[int], *, span: int = 1) -> fro
     `layer_of`; other stages are no layer. span: keep only what every `span`-th layer hands on.
     """
     numbers, count = _layers(trace)
-    readers: dict[int, list[int]] = {}
-    for block in trace.blocks:
-        readers[block.id] = [use for use in block.reads if trace.stages[use].phase == "forward"]
 
     def hands_on(group: int) -> bool:
         own = numbers[trace.recompute[group].stage]
-        return any(numbers[use] != own for block in trace.recompute[group].blocks for use in readers[block])
+        reads = (use for block in trace.recompute[group].blocks for use in trace.blocks[block].reads)
+        return any(trace.stages[use].phase == "forward" and numbers[use] != own for use in reads)
 
     found = set()
     for group in usable:

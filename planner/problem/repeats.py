@@ -23,7 +23,7 @@ from statistics import fmean
 
 from planner.problem.problem import Decision, Decisions, Problem
 from planner.problem.recompute import recomputed, source_blocks
-from planner.schema import Block, Budgets, Move, Plan, Recompute, Stage, Trace
+from planner.schema import Block, Budgets, Plan, Recompute, Stage, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class LaidOut:
             else:
                 move = of_border.get((period.block, period.after))
             if move is not None:
-                leave = min(period.after + _waits(move), period.last_leave)
+                leave = min(period.after + move.leaves - move.after, period.last_leave)
                 start = period.before if move.prefetch is None else until - move.before + move.prefetch.start
                 found[index] = Decision(tier=move.tier, leave=leave, start=max(start, leave + 1))
         return found
@@ -151,11 +151,6 @@ class LaidOut:
         return trace.model_copy(update=changes)
 
 
-def _waits(move: Move) -> int:
-    """How many stages after its last use the block leaves."""
-    return 0 if move.offload is None else move.offload.start - move.after
-
-
 def repeats_of(trace: Trace) -> Repeats | None:
     """Return what repeats in an iteration, as [Note: iterations that repeat] says; None if nothing does at least twice."""
     return trace.once(repeats_of, lambda: _found(trace))
@@ -167,8 +162,9 @@ def _found(trace: Trace) -> Repeats | None:
         return None
     first, length, times = found
     for skipped in (0, 1):  # the first one is not like the others if it makes the gradients
-        copies = _Copies(trace, first + skipped * length, length, times - skipped)
-        repeats = copies.folded() if times - skipped >= 2 and copies.after_a_pass() else None
+        begin, count = first + skipped * length, times - skipped
+        after_a_pass = any(stage.phase == "backward" for stage in trace.stages[:begin])
+        repeats = _Copies(trace, begin, length, count).folded() if count >= 2 and after_a_pass else None
         if repeats is not None:
             return repeats
     return None
@@ -200,10 +196,6 @@ class _Copies:
 
     def __init__(self, trace: Trace, first: int, length: int, times: int) -> None:
         self._trace, self._first, self._length, self._times = trace, first, length, times
-
-    def after_a_pass(self) -> bool:
-        """Whether there is a pass before them."""
-        return any(stage.phase == "backward" for stage in self._trace.stages[: self._first])
 
     def folded(self) -> Repeats | None:
         trace = self._trace
@@ -293,12 +285,5 @@ class _Copies:
             recompute.append(
                 group.model_copy(update={"id": number, "stage": group.stage - first, "blocks": made, "reads": reads})
             )
-        return trace.model_copy(
-            update={
-                "stages": tuple(stages),
-                "blocks": tuple(blocks),
-                "subgroups": (),
-                "recompute": tuple(recompute),
-                "not_recomputed": (),
-            }
-        )
+        changed = {"stages": tuple(stages), "blocks": tuple(blocks), "recompute": tuple(recompute)}
+        return trace.model_copy(update={**changed, "subgroups": (), "not_recomputed": ()})

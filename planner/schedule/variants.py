@@ -28,8 +28,8 @@ _FEW = 2  # so many subgroups are exchanged, each alone, and so many of differen
 def tier_exchanges(made: ReplayedPlan) -> Iterator[Decisions]:
     """Yield variants of the decisions in which the blocks that stages wait for longest come from another tier.
 
-    Where to begin the prefetches is not decided anew. A lower tier may be too
-    full for a variant. Yields nothing with one tier, or where no stage waits for a copy in.
+    Where to begin the prefetches is not decided anew. A lower tier may be too full for a variant. Yields nothing with one tier,
+    or where no stage waits for a copy in.
     """
     problem, decisions = made.problem, made.decisions
     if len(problem.routes) < 2:

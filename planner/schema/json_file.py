@@ -13,6 +13,7 @@ import os
 import secrets
 import stat
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,7 +91,7 @@ def write_atomic(path: str | os.PathLike[str], text: str) -> None:
     target = Path(os.path.realpath(path))
     content = text.encode("utf-8")
     content = gzip.compress(content, mtime=0) if _is_compressed(path) else content
-    if _is_special(path):
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):  # a device, a pipe or a socket
         with open(path, "wb") as stream:
             stream.write(content)
         return
@@ -146,15 +147,6 @@ def _read_text(path: str | os.PathLike[str], error: type[FileFormatError]) -> st
         raise error(f"{path}: not a text file (byte {problem.start}); expected JSON in UTF-8") from problem
 
 
-def _is_special(path: str | os.PathLike[str]) -> bool:
-    """Whether a device, a pipe or a socket is there."""
-    try:
-        mode = os.stat(path).st_mode
-    except OSError:
-        return False  # nothing is there, or the attempt to write says what is wrong
-    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
-
-
 def _is_compressed(path: str | os.PathLike[str]) -> bool:
     return Path(path).suffix == ".gz"
 
@@ -207,11 +199,7 @@ def _mark_repeated_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build an object of parsed JSON. `faults` reports the fields that are given more than once."""
     content = dict(pairs)
     if len(content) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                content[key] = _Repeated()
-            seen.add(key)
+        content |= {key: _Repeated() for key, times in Counter(key for key, _ in pairs).items() if times > 1}
     return content
 
 

@@ -109,8 +109,7 @@ def field_path(keys: Iterable[object]) -> str:
 
 def describe(problem: ValidationError) -> str:
     """Return the first problems of a validation error, each with the path of its field, in one line."""
-    parts = []
-    for entry in problem.errors(include_url=False, include_input=False)[:_MOST_PROBLEMS]:
-        parts.append(f"{field_path(entry['loc'])}: {printable(entry['msg'], most=_MAX_PROBLEM_CHARACTERS)}")
+    named = problem.errors(include_url=False, include_input=False)[:_MOST_PROBLEMS]
+    parts = [f"{field_path(entry['loc'])}: {printable(entry['msg'], most=_MAX_PROBLEM_CHARACTERS)}" for entry in named]
     more = problem.error_count() - _MOST_PROBLEMS
     return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")

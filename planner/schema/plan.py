@@ -63,21 +63,25 @@ class Move(FrozenModel):
     offload: Offload | None
     prefetch: Prefetch | None
 
+    @property
+    def leaves(self) -> int:
+        """The stage after which the block leaves, or its copy out is queued."""
+        return self.after if self.offload is None else self.offload.start
+
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        leaves = self.after if self.offload is None else self.offload.start
         if self.prefetch is None:
-            if not self.after <= leaves < self.before:
+            if not self.after <= self.leaves < self.before:
                 raise ValueError(
-                    f"move of block {self.block}: need after ≤ offload.start < before, found {self.after}, {leaves}, "
+                    f"move of block {self.block}: need after ≤ offload.start < before, found {self.after}, {self.leaves}, "
                     f"{self.before}"
                 )
             return self
-        order = (self.after, leaves, self.prefetch.start - 1, self.prefetch.ready_by - 1, self.before - 1)
+        order = (self.after, self.leaves, self.prefetch.start - 1, self.prefetch.ready_by - 1, self.before - 1)
         if list(order) != sorted(order):
             raise ValueError(
                 f"move of block {self.block}: need after ≤ offload.start < prefetch.start ≤ ready_by "
-                f"≤ before, found {self.after}, {leaves}, {self.prefetch.start}, {self.prefetch.ready_by}, "
+                f"≤ before, found {self.after}, {self.leaves}, {self.prefetch.start}, {self.prefetch.ready_by}, "
                 f"{self.before}"
             )
         return self
@@ -240,9 +244,8 @@ class Plan(GrownModel):
 
     def fault(self) -> str | None:
         """Return what no plan file may hold: a number beyond the limits, with its place. None if a reader takes the plan."""
-        computed = self.model_dump(
-            mode="json", include={"budgets", "solver", "predicted", "shorter"}
-        )  # the rest is ids and names
+        # The rest is ids and names.
+        computed = self.model_dump(mode="json", include={"budgets", "solver", "predicted", "shorter"})
         return next(faults(computed), None)
 
     def text(self) -> str:

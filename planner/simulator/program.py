@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from planner.errors import InfeasiblePlanError
 from planner.problem import device_iteration, gradients, host_start, host_updatable, parameters, user_stages
@@ -172,7 +172,7 @@ def _lay_out_update(
 
 
 def _lay_out_move(program: ReplayProgram, index: int, move: Move, count: int, persistent: bool) -> None:
-    leaves = move.after if move.offload is None else move.offload.start
+    leaves = move.leaves
     by_stage = program.drops if move.offload is None else program.offloads
     by_stage[leaves % count].append(index)
     if move.prefetch is None:
@@ -182,12 +182,6 @@ def _lay_out_move(program: ReplayProgram, index: int, move: Move, count: int, pe
         program.persistent_places[move.block] |= {move.tier}
     if leaves < count <= move.prefetch.start:
         program.initial[move.block] = move.tier
-
-
-def _gaps(block: Block, count: int) -> Iterator[tuple[int, int]]:
-    yield from zip(block.uses, block.uses[1:], strict=False)
-    if block.persistent:
-        yield block.uses[-1], block.uses[0] + count
 
 
 def _is_last(move: Move, block: Block) -> bool:
@@ -206,6 +200,7 @@ def _check_move(trace: Trace, move: Move, seen: set[tuple[int, int]], consumed: 
         raise InfeasiblePlanError(f"a move names block {move.block}; the trace has {len(trace.blocks)} blocks")
     block = trace.blocks[move.block]
     what = f"block {block.name!r} is moved"
+    uses = (*block.uses, block.uses[0] + len(trace.stages)) if block.persistent else block.uses
     if not block.movable:
         raise InfeasiblePlanError(f"{what} although it is not movable", block=block.name)
     if move.prefetch is None:
@@ -217,7 +212,7 @@ def _check_move(trace: Trace, move: Move, seen: set[tuple[int, int]], consumed: 
                 "before the update and its stage",
                 block=block.name,
             )
-    elif (move.after, move.before) not in set(_gaps(block, len(trace.stages))):
+    elif (move.after, move.before) not in pairwise(uses):
         raise InfeasiblePlanError(
             f"{what} between stages {move.after} and {move.before}, which are not consecutive uses of it; "
             f"its uses are {list(block.uses)}",

@@ -101,8 +101,7 @@ class _Replay:
         for block in self.trace.blocks:
             if not block.persistent:
                 continue
-            where = self.program.initial[block.id]
-            if where == "device":
+            if self.program.initial[block.id] == "device":
                 self.state[block.id] = "device"
                 self.used += block.size_bytes
             # Assume that copies made in the iteration before are valid; later iterations check it.
@@ -277,9 +276,8 @@ class _Replay:
                 self._take_device(job.size, job.block)
                 self.state[job.block] = "coming"
                 self.visible_copies += job.block in self.layout.visible
-            else:
-                if self.tier_usage.take(job.block, job.tier, stage=self.stage):
-                    self._changed_below(job.tier, job.block, job.size)
+            elif self.tier_usage.take(job.block, job.tier, stage=self.stage):
+                self._changed_below(job.tier, job.block, job.size)
             self.links.begin(channel, self.now)
 
     def _proceed(self, limit: float) -> bool:
