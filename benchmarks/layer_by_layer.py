@@ -115,8 +115,7 @@ def _initial(trace: Trace, moves: Sequence[Move]) -> Iterator[Placement]:
     count = len(trace.stages)
     away: dict[int, Tier] = {}
     for move in moves:
-        leaves = move.after if move.offload is None else move.offload.start
-        if move.prefetch is not None and leaves < count <= move.prefetch.start:
+        if move.prefetch is not None and move.leaves < count <= move.prefetch.start:
             away[move.block] = move.tier
     return (Placement(block=b.id, tier=away.get(b.id, "device")) for b in trace.blocks if b.persistent)
 

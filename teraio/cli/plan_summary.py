@@ -247,11 +247,10 @@ def _relieved(move: planner.Move, excess: Sequence[int], *, consumed: bool) -> i
 
     consumed: whether an update on the host consumes the block, if it does not come back.
     """
-    leaves = move.after if move.offload is None else move.offload.start
     back = move.before + consumed if move.prefetch is None else move.prefetch.start
-    away = [*excess, *excess][leaves + 1 : back]
+    away = [*excess, *excess][move.leaves + 1 : back]
     most = max(away, default=0)
-    return (leaves + 1 + away.index(most)) % len(excess) if most > 0 else None
+    return (move.leaves + 1 + away.index(most)) % len(excess) if most > 0 else None
 
 
 def _serves(move: planner.Move, stage: int, stages: int) -> bool:

@@ -112,8 +112,7 @@ class StageSchedule:
         reruns = RerunsByStage.of(profile.trace, plan.recompute)
         leave: list[list[tuple[int, WaitingTier]]] = [[] for _ in range(reruns.count)]
         for move in plan.moves:  # in this order they enter the queues of the links
-            start = move.after if move.offload is None else move.offload.start
-            leave[start % reruns.count].append((move.block, move.tier))
+            leave[move.leaves % reruns.count].append((move.block, move.tier))
         # The trace has one subgroup for each stage that updates parameters, in this order.
         updates = [position for position, stage in enumerate(recorded.stages) if stage.elements]
         return cls(

@@ -5,6 +5,7 @@ Before that, a graph gets what PyTorch leaves out, and fewer values cross from o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -345,8 +346,12 @@ def user_results(output: Node, phase: Phase) -> tuple[int, ...]:
 
 def _unique(names: list[str]) -> list[str]:
     """Append a number to a name that has occurred before (`forward/root:2`)."""
-    numbers = [names[: place + 1].count(name) for place, name in enumerate(names)]
-    return [name if number == 1 else f"{name}:{number}" for name, number in zip(names, numbers, strict=True)]
+    seen: Counter[str] = Counter()
+    unique = []
+    for name in names:
+        seen[name] += 1
+        unique.append(name if seen[name] == 1 else f"{name}:{seen[name]}")
+    return unique
 
 
 class _Sizes(dict[Node, tuple[int, int]]):
