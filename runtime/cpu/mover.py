@@ -70,8 +70,7 @@ class CpuMover(Mover):
         return block, storage
 
     def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
-        self.tiers.place(block, tier)
-        self.tiers.write(block, span_of(block).address, done)
+        self.tiers.write(block, tier, span_of(block).address, done)
         return False
 
     def release(self, block: Block) -> None:

@@ -111,7 +111,7 @@ class StreamMover(Mover):
         if block.kind == "gradient":
             tier = None  # user code clips gradients or adds to them before the step: prefer the tier where it can touch them
         if self.tiers.place(block, tier).engine is not None:
-            self.tiers.write(block, block.address - slot_of(block).lead_bytes, done, ready=self._computed.event().wait)
+            self.tiers.write(block, block.tier, block.address - slot_of(block).lead_bytes, done, self._computed.event().wait)
             return False
         follows = not self._computed.hold(OUTWARD)  # rule 1
         copied = self._copies.queue(OUTWARD, slot_of(block), block.size_bytes, block.address, follows=follows)

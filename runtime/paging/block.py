@@ -46,7 +46,8 @@ ON_DEVICE, OFFLOADING, OFFLOADED, PREFETCHING, UPDATING, DROPPED = State
 class Block:
     """One storage under management.
 
-    Only the pager changes a block, under its lock, and the mover that the pager calls (`address`, `slot`, `tier`).
+    Only the pager changes a block, under its lock, and the mover that the pager calls (`address`, `slot`, `tier`). `trace_id` is
+    for who follows a plan, in the training thread.
 
     key: identifies the storage. No other storage gets this key until `let_go`.
     held, at: the storage, and where its memory is, which PyTorch does not tell if it has none; default: as the storage says.

@@ -347,13 +347,13 @@ class Tiers:
 
     # -- copies by threads
 
-    def write(self, block: Block, address: int, done: Done, ready: Ready | None = None) -> None:
-        """Queue the copy of a block from `address` to its slot.
+    def write(self, block: Block, tier: WaitingTier | None, address: int, done: Done, ready: Ready | None = None) -> None:
+        """Give the block a slot, see `place`, and queue its copy from `address` to it.
 
         done: called in an I/O thread when the copy has ended or failed. ready: called in an I/O thread before bytes move, see
         [Note: Memory that is not ready]; None if the memory is ready.
         """
-        engine, slot = self.of(block).threads(), slot_of(block)
+        engine, slot = self.place(block, tier).threads(), slot_of(block)
         engine.watch(slot, unchanged=block.assumed_written)
         self._begin(engine.write, slot, block, address, done, ready)
 

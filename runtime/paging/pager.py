@@ -214,13 +214,11 @@ class Pager(Stages):
             for block in blocks:
                 block.user_visible = True
 
-    def record(self, *, uses: Mapping[Block, tuple[int, ...]] | None = None, ids: Mapping[Block, int] | None = None) -> None:
-        """Set the positions within an iteration at which blocks were used the last time, and their ids in the plan's trace."""
+    def record_uses(self, uses: Mapping[Block, tuple[int, ...]]) -> None:
+        """Set the positions within an iteration at which blocks were used the last time."""
         with self._lock:
-            for block, positions in (uses or {}).items():
+            for block, positions in uses.items():
                 block.uses = positions
-            for block, trace_id in (ids or {}).items():
-                block.trace_id = trace_id
 
     def set_source(self, blocks: Iterable[Block], source: object) -> None:
         """From now on `source` recomputes these blocks once they are dropped; None: nothing does."""

@@ -155,15 +155,18 @@ class Engine:
     def _open_links(self) -> tuple[Link, Link]:
         read_chunk = self.chunk_io.read_chunk if self._unchanged is None else self._unchanged.read_chunk
         outward, inward = self._names
-        return self._link(outward, self.chunk_io.write_chunk, is_there=self._is_there), self._link(inward, read_chunk)
+        return self._link(outward, self._write_chunk), self._link(inward, read_chunk)
 
-    def _is_there(self, slot: Slot, chunk: Chunk, address: int) -> bool:
-        """Whether a slot holds the bytes of a chunk already. Raises FileDiffers where it must, since it is in the user's file."""
+    def _write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> bool:
+        """Write a chunk, unless the slot holds its bytes already. Return whether it was written. Raises FileDiffers where the
+        slot must hold them, since it is in the user's file.
+        """
         if self._unchanged is not None and self._unchanged.holds(slot, chunk, address):
-            return True
-        if slot.file is None:
             return False
-        compare_file(slot.file, slot, chunk, address, self._memory.bytes_at)
+        if slot.file is not None:
+            compare_file(slot.file, slot, chunk, address, self._memory.bytes_at)
+            return False
+        self.chunk_io.write_chunk(slot, chunk, address)
         return True
 
     @contextmanager

@@ -35,10 +35,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 
 from planner.errors import StorageError, StorageIOError
-from runtime.storage import Chunk, MoveChunk, Slot, align_up, cut_slot
+from runtime.storage import Chunk, Slot, align_up, cut_slot
 from runtime.system import annotate
 
-IsThere = Callable[[Slot, Chunk, int], bool]
+MoveIfNeeded = Callable[[Slot, Chunk, int], bool | None]
 OnDone = Callable[["Transfer"], None]
 # Waits until the memory may be read or written, and raises if it never will be. It is called before each chunk, so a second
 # call must be cheap.
@@ -51,8 +51,8 @@ _MAX_THREADS = 16
 class Link:
     """One direction between two tiers, see [Note: Order on a link].
 
-    move: copies one chunk and waits until it is copied. Raises StorageError.
-    is_there: returns whether a chunk need not be copied, because its bytes are there already. Such chunks do not count as moved.
+    move: copies one chunk and waits until it is copied. Raises StorageError. Returns False if that was not needed, because its
+    bytes are there already: such chunks do not count as moved.
     drives: all drives that slots may lie on.
     threads: I/O threads per drive, but at most _MAX_THREADS in all.
     chunk_bytes: the smallest size of a chunk, except for the end of an extent.
@@ -65,19 +65,17 @@ class Link:
     def __init__(
         self,
         name: str,
-        move: MoveChunk,
+        move: MoveIfNeeded,
         *,
         drives: Sequence[int],
         threads: int,
         chunk_bytes: int,
         stuck_after_seconds: float,
-        is_there: IsThere | None = None,
     ) -> None:
         self.name = name
         self.moved_bytes = 0
         self._process = os.getpid()
         self._move = move
-        self._is_there = is_there
         self._chunk_bytes = chunk_bytes
         self._stuck_after_seconds = stuck_after_seconds
         self._lock = threading.Lock()
@@ -263,9 +261,7 @@ class Link:
                     self._busy_since = begun
                 self._moving[transfer, chunk] = begun
             with annotate("copy", transfer.slot.name, self.name):
-                if self._is_there is not None and self._is_there(transfer.slot, chunk, transfer.address):
-                    return False, None
-                self._move(transfer.slot, chunk, transfer.address)
+                return self._move(transfer.slot, chunk, transfer.address) is not False, None
         except StorageError as failure:
             return False, failure
         except Exception as failure:  # any error must reach the thread that waits for the transfer
@@ -277,7 +273,6 @@ class Link:
             error = StorageError(f"{transfer} failed: {failure!r}; {why}")
             error.__cause__ = failure
             return False, error
-        return True, None
 
     def _finish(self, transfer: Transfer, chunk: Chunk, moved: bool, error: StorageError | None) -> bool:
         """Note that a chunk has moved, was there already, or failed. Return whether it was the last one of the transfer."""

@@ -46,7 +46,8 @@ class PlanCursor:
     def follow(self, schedule: StageSchedule | None, blocks: dict[int, Block]) -> None:
         """Apply a plan from the next region on; None for no plan. blocks: the persistent blocks by their trace id."""
         self.schedule, self._moving, self._by_id, self._next_region = schedule, schedule, dict(blocks), 0
-        self._pager.record(ids={block: trace_id for trace_id, block in blocks.items()})
+        for trace_id, block in blocks.items():
+            block.trace_id = trace_id
 
     def change(self, schedule: StageSchedule, due: Sequence[int]) -> None:
         """Apply another plan for the same blocks, between two iterations. due: trace ids of blocks to prefetch now."""
@@ -63,7 +64,7 @@ class PlanCursor:
     def replace(self, before: Block, after: Block) -> None:
         """Transfer the planned moves of `before`, which is gone, to `after`, which has replaced it."""
         if self.knows(before) and before.size_bytes == after.size_bytes:
-            self._pager.record(ids={after: before.trace_id})
+            after.trace_id = before.trace_id
             self._by_id[after.trace_id] = after
 
     def adopt(self, planned: Iteration, ids: Mapping[Block, int], latest: Iteration) -> None:
@@ -74,25 +75,12 @@ class PlanCursor:
         gone = {number for number, block in self._by_id.items() if block.kind in ("parameter", "buffer") and block.dead}
         if not gone:
             return
-        adopted: dict[Block, int] = {}
         for before, after in zip(planned.stages, latest.stages, strict=True):
             for old, new in zip(before.read, after.read, strict=False):
                 same = (old.name, old.kind, old.size_bytes) == (new.name, new.kind, new.size_bytes)
                 if same and ids.get(old) in gone and not new.dead:
-                    adopted[new] = ids[old]
-        self._by_id.update({number: block for block, number in adopted.items()})
-        self._pager.record(ids=adopted)
-
-    def recognise(self, made: Sequence[Block], first: int) -> dict[Block, int]:
-        """Return the trace ids of new blocks, by their ordinals in the region. first: ordinal of the first of them."""
-        known: dict[Block, int] = {}
-        if self.in_step and self.schedule is not None:
-            ids = self.schedule.made_ids[self._next_region - 1][first : first + len(made)]
-            for block, trace_id in zip(made, ids, strict=False):
-                if trace_id >= 0:
-                    known[block] = trace_id
-                    self._by_id[trace_id] = block
-        return known
+                    new.trace_id = ids[old]
+                    self._by_id[new.trace_id] = new
 
     # -- regions and stages
 
@@ -135,8 +123,17 @@ class PlanCursor:
         """Numbers of the stages of this region that run again later."""
         return self.schedule.kept[self._next_region - 1] if self.in_step and self.schedule is not None else ()
 
-    def stage_ended(self) -> None:
-        """Offload and drop what the plan says after the stage at this position, and go on to the next one. For runs in step."""
+    def stage_ended(self, made: Sequence[Block], first: int) -> None:
+        """Offload and drop what the plan says after the stage at this position, and go on to the next one. For runs in step.
+
+        made: the new blocks, which are recognised by their ordinals in the region. first: ordinal of the first of them.
+        """
+        if made and self.schedule is not None:
+            ids = self.schedule.made_ids[self._next_region - 1][first : first + len(made)]
+            for block, trace_id in zip(made, ids, strict=False):
+                if trace_id >= 0:
+                    block.trace_id = trace_id
+                    self._by_id[trace_id] = block
         self._leave(self.position)
         self.position += 1
 

@@ -55,11 +55,13 @@ class IterationObserver:
         position, first = region.first + len(region.stages), len(region.made)
         run.late = self._late()
         self.recorder.stage_ended(run, begin, end)
-        if run.made:
-            self._recognise(run.made, first)
+        before = self.recorder.previous_region
+        if run.made and before is not None:
+            known = before.made[first : first + len(run.made)]
+            self._pager.record_uses({block: same.uses for block, same in zip(run.made, known, strict=False)})
         self._pager.advance_clock(zip((*run.read, *run.made), self._until_next_uses(run, next_uses, position), strict=False))
         if self.plan.in_step:
-            self.plan.stage_ended()
+            self.plan.stage_ended(run.made, first)
 
     def run_stage(
         self,
@@ -136,7 +138,7 @@ class IterationObserver:
         done = self.recorder.iteration_ends(with_last_region=with_last_region)
         if done.timed or not self.plan.ran_as_planned:  # else its uses are those of the one before
             uses = done.uses()
-            self._pager.record(uses=uses)
+            self._pager.record_uses(uses)
             done.held = frozenset([block for block in uses if block.storage() is not None])
         self._pager.iteration = self.recorder.iteration_number
         self.plan.iteration_ends()
@@ -144,17 +146,10 @@ class IterationObserver:
 
     def replace(self, before: Block, after: Block) -> None:
         """Transfer the recorded uses and the planned moves of `before`, which is gone, to `after`, which has replaced it."""
-        self._pager.record(uses={after: before.uses})
+        self._pager.record_uses({after: before.uses})
         self.plan.replace(before, after)
 
     # -- when blocks are used next
-
-    def _recognise(self, made: Sequence[Block], first: int) -> None:
-        """Match new blocks with those of the previous iteration and of the plan's trace. first: ordinal in the region."""
-        before = self.recorder.previous_region
-        known = before.made[first : first + len(made)] if before is not None else ()
-        uses = {block: same.uses for block, same in zip(made, known, strict=False)}
-        self._pager.record(uses=uses, ids=self.plan.recognise(made, first))
 
     def _until_next_uses(self, run: StageRun, next_uses: _NextUses, position: int) -> Sequence[int]:
         """Return the number of stages until the next use of each block that a stage has read, then of each that it has made."""

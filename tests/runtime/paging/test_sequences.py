@@ -303,7 +303,7 @@ class Program:
     def _update(self) -> None:
         self.pager.lending.lend([self.s])
         try:
-            self.pager.record(uses={self.s: (1,)})
+            self.pager.record_uses({self.s: (1,)})
         finally:
             self.pager.lending.give_back([self.s])
         self.pager.offload(self.w, "host")
