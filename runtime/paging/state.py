@@ -218,6 +218,10 @@ class CopySignal:
         # A plan's prefetch is not worth an error: only a stage that needs the block asks for it.
         if isinstance(failure, DeviceMemoryError):
             self.out_of_memory = failure
+            # Frames of tracebacks hold tensors of the training thread, and autograd copies a gradient that anything else holds.
+            error: BaseException | None = failure
+            while error is not None:
+                error.__traceback__, error = None, error.__cause__ or error.__context__
         else:
             self._failure = failure
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 
 import pytest
@@ -141,3 +142,22 @@ def test_everything_leaves_once_when_a_plan_begins_after_retries(bench: Bench, m
     bench.mover.refuse = DeviceMemoryError("no memory for a block that comes back")
     stage(bench, "stage", evicted(bench, resting))
     assert emptied == ["once"] * 2, "everything has left for that block already"
+
+
+def test_the_error_of_a_prefetch_without_memory_keeps_no_tensor_alive(bench: Bench) -> None:
+    """It waits for the next stage, and autograd takes a gradient for `.grad` as it is only if nothing else holds the tensor."""
+    resting = evicted(bench, bench.make("resting", 2))
+
+    def region() -> Callable[[], torch.Tensor | None]:
+        result = torch.empty(1)
+        try:
+            raise torch.OutOfMemoryError
+        except torch.OutOfMemoryError as error:
+            bench.mover.refuse = DeviceMemoryError("no memory in one piece")
+            bench.mover.refuse.__cause__ = error
+        bench.pager.prefetch(resting)
+        bench.mover.refuse = None
+        assert resting.state is State.OFFLOADED
+        return weakref.ref(result)
+
+    assert region()() is None
