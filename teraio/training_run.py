@@ -26,7 +26,7 @@ from teraio.distributed import LibraryCalls, ShardedParameters, UpdateBroadcasts
 from teraio.following import IterationObserver
 from teraio.graph_needs import GraphNeeds
 from teraio.machine import Machine, Shared, open_machine
-from teraio.optimizer import AddedGradients, HostRates, OptimizerSteps, SubgroupSizes, host_threads
+from teraio.optimizer import AddedGradients, AutogradReads, HostRates, OptimizerSteps, SubgroupSizes, host_threads
 from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext
 from teraio.planning import BackgroundPlanner, PlanCache, PlanningJob, StartJob, WarmStart
@@ -149,7 +149,9 @@ class TrainingRun:
             sharded=self._sharded,
             broadcasts=UpdateBroadcasts(self._calls),
         )
-        self._additions = AddedGradients(self._pager, self._observer)
+        self._gradients: list[AddedGradients | AutogradReads] = [AddedGradients(self._pager, self._observer)]
+        if machine.device.asynchronous and self._pager.has_drives:
+            self._gradients.append(AutogradReads(self._pager, self._observer))
         self.background = BackgroundPlanner(options, machine, self._pager, start_job=parts.start_job, ranks=ranks)
         self._border = IterationBorder()
         # Peaks can be watched where there is a budget, and where memory is measured in every run.
@@ -234,7 +236,7 @@ class TrainingRun:
         self.steps.between_regions()
         if program.phase == "forward":
             self._sharded.note(value for value, kind in zip(arguments, program.slot_kinds, strict=False) if kind == "parameter")
-        found = (each.interleaved(program, arguments) for each in (self.steps.overlap, self._additions) if each is not None)
+        found = (each.interleaved(program, arguments) for each in (self.steps.overlap, *self._gradients) if each is not None)
         interleaved = [each for each in found if each is not None]
         try:
             return run_managed(program, arguments, self._pager, self._observer, self._meter, interleaved)

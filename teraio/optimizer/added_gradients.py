@@ -10,6 +10,13 @@ Autograd first sums up what contributes in one pass, so it is left to autograd w
 first pass, autograd puts the result of a graph that is alone into `.grad` as it is: the same memory, which nobody has written
 since. Passes after it add to that here, as long as nobody else writes to it and one forward pass has used the parameter since the
 last backward pass. If one of them has another contribution, of user code, its sum is rounded in another order.
+
+[Note: What autograd reads]
+Autograd takes a gradient as it is, without reading it, if it is the only one of its parameter, `.grad` is None, nobody has a
+hook there, and it has the parameter's strides. All others it copies, adds up or gives to other code. On a GPU nothing stands in
+for what is on a drive. So those are on the device when their graph has ended, and traces say that they are read then. Results
+are told apart by their shapes: if one of several parameters of a shape is read, all are. What code that is not compiled adds to
+a gradient is not known beforehand.
 """
 
 from __future__ import annotations
@@ -178,6 +185,55 @@ class _GraphAdditions:
         for (number, tensor), memory in zip(found, memories, strict=True):
             if memory is not None and often[memory] == 1:  # else it is of several parameters
                 self._sums[memory] = _Sum(number, tensor._version)
+
+
+class AutogradReads:
+    """Has what autograd reads when a backward graph has ended on the device then, see [Note: What autograd reads]."""
+
+    stage_count = 0
+
+    def __init__(self, pager: Pager, observer: IterationObserver) -> None:
+        self._pager = pager
+        self._observer = observer
+        self._task = -1  # the backward pass that runs
+        self._given: set[int] = set()  # ids of the parameters that its graphs have given gradients
+        self._returned: list[tuple[torch.Size, Block]] = []  # by its graphs
+        self._before: list[tuple[Tensor, int | None]] = []  # leaves of the graph that runs, and the version of each `.grad`
+
+    def interleaved(self, program: Program, arguments: Sequence[Any]) -> InterleavedStages | None:
+        """Return what takes part in a run of `program` that is about to begin; None in a forward pass."""
+        if program.phase == "forward":
+            return None
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._given, self._returned = task, set(), []
+        found = [leaf.parameter for leaf in leaves().values()]
+        self._before = [(each, None if each.grad is None else each.grad._version) for each in found]
+        return self
+
+    def after_stage(self, number: int, read: Sequence[Block], slots: list[Any]) -> None:
+        """Nothing runs between stages."""
+
+    def region_done(self, results: Sequence[Any]) -> None:
+        read: list[Tensor] = []
+        strides: dict[torch.Size, set[tuple[int, ...] | None]] = defaultdict(set)  # None: read, whatever its strides are
+        for parameter, version in self._before:
+            total = parameter.grad
+            alone = total is None and id(parameter) not in self._given and not has_hooks(parameter) and rank_count() == 1
+            strides[parameter.shape].add(parameter.stride() if alone else None)
+            if total is not None and total._version == version:  # else it was added in the graph
+                read.append(total)
+        made = [value for value in results if isinstance(value, Tensor)]
+        read += [value for value in made if strides.get(value.shape) != {value.stride()}]
+        earlier = [block for shape, block in self._returned if None in strides.get(shape, ())]
+        blocks = _known((*self._pager.known_blocks(read), *earlier))
+        self._given |= {id(parameter) for parameter, _ in self._before}
+        self._returned += [(value.shape, block) for value in made if (block := self._pager.known_block(value)) is not None]
+        self._before = []
+        self._observer.recorder.region.read_next = blocks
+        if not all(block.address for block in blocks):  # those without wait where only stages can use them
+            self._pager.acquire(blocks, 0, "what autograd adds up or copies")
+            self._pager.retire(blocks, ())
 
 
 def _known(blocks: Iterable[Block | None]) -> tuple[Block, ...]:

@@ -37,7 +37,7 @@ class Region:
 
     identity: of the graph or the optimizer. first: position of `stages[0]` in the iteration.
     made: the blocks that it created, in order. The order is the same in every iteration. complete: all its stages have run.
-    step_goes_on: it belongs to the step that ended the iteration before.
+    step_goes_on: it belongs to the step that ended the iteration before. read_next: what autograd reads when it has ended.
     """
 
     identity: Hashable
@@ -46,6 +46,7 @@ class Region:
     made: list[Block] = field(default_factory=list)
     complete: bool = False
     step_goes_on: bool = False
+    read_next: Sequence[Block] = ()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -134,9 +134,9 @@ class _Uses:
                     ids.setdefault(block, len(ids))
                     uses.setdefault(block, []).append(position)
         for region, following in pairwise(iteration.regions):
-            for block in region.made:
-                if block.user_visible and block.kind == "activation":  # a model's output: user code reads it next
-                    reads.setdefault(block, []).append(following.first)
+            outputs = [block for block in region.made if block.user_visible and block.kind == "activation"]  # of a model
+            for block in dict.fromkeys((*outputs, *region.read_next)):  # user code, or autograd, reads it next
+                reads.setdefault(block, []).append(following.first)
         made = {block: (i, n) for i, region in enumerate(iteration.regions) for n, block in enumerate(region.made)}
         return cls(ids=ids, reads=reads, writes=writes, made=made)
 
