@@ -15,6 +15,7 @@ from .training import (
     Case,
     Odd,
     Perceptron,
+    ReadByAutograd,
     Scale,
     Table,
     Transformer,
@@ -42,6 +43,7 @@ MASTERS = Case(name="adam over masters, bf16", model=Perceptron, optimizers=one_
 DROPOUT = Case(name="dropout", model=lambda scale: Transformer(scale, dropout=0.1), optimizers=one_adam)
 ACCUMULATED = Case(name="accumulated and clipped", model=Perceptron, accumulate=2, clip=True)
 ODD = Case(name="odd weights, two optimizers, evaluated", model=Odd, optimizers=two_optimizers, evaluate=True)
+READ = Case(name="read by autograd", model=ReadByAutograd)
 INDUCTOR = Case(name="inductor", model=Transformer, codegen="inductor")
 INDUCTOR_BF16 = Case(name="inductor bf16", model=Perceptron, codegen="inductor", dtype=torch.bfloat16, clip=True)
 
@@ -70,6 +72,7 @@ def tiers(name: str, peak_bytes: int, folder: Path) -> dict[str, Any]:
         pytest.param(ODD, "both", 0.7),
         pytest.param(INDUCTOR, "host", 0.5, marks=needs_triton),
         pytest.param(INDUCTOR_BF16, "host", 0.8, marks=needs_triton),
+        pytest.param(READ, "storage", 0.6, marks=pytest.mark.filterwarnings("ignore:The .grad attribute")),
     ],
 )
 def test_the_same_bits_within_the_budget(tmp_path: Path, case: Case, tier: str, share: float) -> None:

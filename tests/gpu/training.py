@@ -124,6 +124,21 @@ class Odd(Perceptron):
         return hidden @ self.turned @ self.table.to(hidden.dtype)
 
 
+class ReadByAutograd(Perceptron):
+    """Two graphs give `shared` gradients, which autograd adds up, and that of `turned` has other strides: autograd copies it."""
+
+    def __init__(self, scale: Scale) -> None:
+        super().__init__(scale)
+        self.shared = nn.Parameter(torch.randn(4 * scale.width, scale.width).mul_(0.02))
+        self.turned = nn.Parameter(torch.randn(4 * scale.width, scale.width).mul_(0.02).t())
+
+    def forward(self, indices: Tensor) -> Tensor:
+        hidden = self.embed(indices)
+        hidden = self.layers(hidden + hidden @ self.shared.t() @ self.shared)
+        torch._dynamo.graph_break()
+        return hidden @ torch.tanh(self.turned.contiguous()) @ self.shared
+
+
 class Table(nn.Module):
     """Mostly an embedding of `TABLE_ROWS` rows per element of width. Its update needs more memory than all other steps."""
 

@@ -26,6 +26,7 @@ from ...gpu.training import (
     Case,
     Odd,
     Perceptron,
+    ReadByAutograd,
     Run,
     Scale,
     Table,
@@ -96,35 +97,9 @@ def test_the_same_bits_within_the_budget(tmp_path: Path, cuda: FakeCuda, case: C
     assert cuda.settings == [grown, usual, ""], "as they were, in the end"
 
 
-class Reordered(Perceptron):
-    """Autograd copies a gradient whose strides are not those of its parameter."""
-
-    def __init__(self, scale: Scale) -> None:
-        super().__init__(scale)
-        self.turned = torch.nn.Parameter(torch.randn(4 * scale.width, scale.width).mul_(0.02).t())
-
-    def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        return super().forward(indices) @ torch.tanh(self.turned.contiguous())
-
-
-class Shared(Perceptron):
-    """Two compiled graphs give a parameter gradients, which autograd adds up."""
-
-    def __init__(self, scale: Scale) -> None:
-        super().__init__(scale)
-        self.shared = torch.nn.Parameter(torch.randn(4 * scale.width, scale.width).mul_(0.02))
-
-    def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(indices)
-        hidden = self.layers(hidden + hidden @ self.shared.t() @ self.shared)
-        torch._dynamo.graph_break()
-        return hidden + hidden @ self.shared.t() @ self.shared
-
-
-@pytest.mark.parametrize("model", [Reordered, Shared])
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-def test_what_autograd_reads_does_not_wait_on_a_drive(tmp_path: Path, model: type[Perceptron]) -> None:
-    case = Case(name=model.__name__, model=model)
+def test_what_autograd_reads_does_not_wait_on_a_drive(tmp_path: Path) -> None:
+    case = Case(name="read by autograd", model=ReadByAutograd)
     wanted, peak = reference(case)
     budget = int(0.6 * peak)
     found = train(case, {"memory_budget": budget, "solver_time_limit": 5, "storage": tmp_path}, device=CPU, scale=SCALE)
