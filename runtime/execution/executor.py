@@ -97,7 +97,10 @@ class _ManagedRun:
                     each.after_stage(number, read, self._slots)
             self._let_go_of_saved()
             results = _results(program, self._slots)
-            self._pager.show_to_user(self._shown(results))
+            shown = self._shown(results)
+            self._pager.show_to_user(shown)
+            if program.phase == "forward":
+                self._pager.bring_in_reach([block for block in shown if block.kind == "activation"], "what the model returns")
             for each in interleaved:
                 each.region_done(results)
             return results

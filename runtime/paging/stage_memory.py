@@ -106,6 +106,14 @@ class Stages(PagerPart):
                 self._release(blocks)
             self._transitions.note_peak()
 
+    def bring_in_reach(self, blocks: Sequence[Block], what: str) -> None:
+        """Before a region ends: bring these to the device if one waits where user code and autograd could not use it. what: they
+        are. Waits until they are there. Raises what `acquire` raises.
+        """
+        if not all(block.address for block in blocks):
+            self.acquire(blocks, 0, what)
+            self.retire(blocks, ())
+
     def _hold_alone(self, hold: Callable[[], None], what: str) -> None:
         """Call `_hold` when everything has left that can."""
         self._room.empty()

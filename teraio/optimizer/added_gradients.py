@@ -231,9 +231,7 @@ class AutogradReads:
         self._returned += [(value.shape, block) for value in made if (block := self._pager.known_block(value)) is not None]
         self._before = []
         self._observer.recorder.region.read_next = blocks
-        if not all(block.address for block in blocks):  # those without wait where only stages can use them
-            self._pager.acquire(blocks, 0, "what autograd adds up or copies")
-            self._pager.retire(blocks, ())
+        self._pager.bring_in_reach(blocks, "what autograd adds up or copies")
 
 
 def _known(blocks: Iterable[Block | None]) -> tuple[Block, ...]:

@@ -15,7 +15,7 @@ from .training import (
     Case,
     Odd,
     Perceptron,
-    ReadByAutograd,
+    ReadBetween,
     Scale,
     Table,
     Transformer,
@@ -43,7 +43,7 @@ MASTERS = Case(name="adam over masters, bf16", model=Perceptron, optimizers=one_
 DROPOUT = Case(name="dropout", model=lambda scale: Transformer(scale, dropout=0.1), optimizers=one_adam)
 ACCUMULATED = Case(name="accumulated and clipped", model=Perceptron, accumulate=2, clip=True)
 ODD = Case(name="odd weights, two optimizers, evaluated", model=Odd, optimizers=two_optimizers, evaluate=True)
-READ = Case(name="read by autograd", model=ReadByAutograd)
+READ = Case(name="read between graphs", model=ReadBetween)
 INDUCTOR = Case(name="inductor", model=Transformer, codegen="inductor")
 INDUCTOR_BF16 = Case(name="inductor bf16", model=Perceptron, codegen="inductor", dtype=torch.bfloat16, clip=True)
 

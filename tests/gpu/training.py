@@ -124,8 +124,15 @@ class Odd(Perceptron):
         return hidden @ self.turned @ self.table.to(hidden.dtype)
 
 
-class ReadByAutograd(Perceptron):
-    """Two graphs give `shared` gradients, which autograd adds up, and that of `turned` has other strides: autograd copies it."""
+@torch.compiler.disable
+def _uncompiled(wide: Tensor) -> Tensor:
+    return wide.unflatten(1, (4, -1)).mean(1)
+
+
+class ReadBetween(Perceptron):
+    """What is read between graphs: an early result, by code that is not compiled; two gradients of `shared`, which autograd adds
+    up; and that of `turned`, which has other strides, so that autograd copies it.
+    """
 
     def __init__(self, scale: Scale) -> None:
         super().__init__(scale)
@@ -134,8 +141,8 @@ class ReadByAutograd(Perceptron):
 
     def forward(self, indices: Tensor) -> Tensor:
         hidden = self.embed(indices)
-        hidden = self.layers(hidden + hidden @ self.shared.t() @ self.shared)
-        torch._dynamo.graph_break()
+        early = torch.tanh(hidden @ self.shared.t())
+        hidden = self.layers(hidden + early @ self.shared) + _uncompiled(early)
         return hidden @ torch.tanh(self.turned.contiguous()) @ self.shared
 
 

@@ -26,7 +26,7 @@ from ...gpu.training import (
     Case,
     Odd,
     Perceptron,
-    ReadByAutograd,
+    ReadBetween,
     Run,
     Scale,
     Table,
@@ -98,8 +98,8 @@ def test_the_same_bits_within_the_budget(tmp_path: Path, cuda: FakeCuda, case: C
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-def test_what_autograd_reads_does_not_wait_on_a_drive(tmp_path: Path) -> None:
-    case = Case(name="read by autograd", model=ReadByAutograd)
+def test_what_is_read_between_graphs_does_not_wait_on_a_drive(tmp_path: Path) -> None:
+    case = Case(name="read between graphs", model=ReadBetween)
     wanted, peak = reference(case)
     budget = int(0.6 * peak)
     found = train(case, {"memory_budget": budget, "solver_time_limit": 5, "storage": tmp_path}, device=CPU, scale=SCALE)
