@@ -111,7 +111,7 @@ class StageCompiler:
         counted = frozenset[str]() if is_forward else self._forward_values
         program = lay_out(gm, subgraphs, functions, reasons, inputs, identity=identity, phase=phase, counted=counted)
         if is_forward:  # its backward graph comes next, where what it saves has the same name
-            largest = program if program.resize is None else program.resize.largest(program)
+            largest = program if program.resize is None else program.resize.at(program, {})
             self._forward_bytes = max((stage.need_bytes for stage in largest.stages), default=0)
             self._forward_values = frozenset(node.name for node in (*gm.graph.find_nodes(op="placeholder"), *results_of(gm)))
         return program
@@ -392,17 +392,11 @@ class Resizer:
     def __call__(self, program: Program, arguments: Sequence[Any]) -> Program:
         symbols = _symbol_values(self._placeholders, arguments)
         key = tuple(symbols.values())
-        resized = self._known.pop(key, None) or self._resized(program, symbols)
+        resized = self._known.pop(key, None) or self.at(program, symbols)
         self._known[key] = resized
         if len(self._known) > _MOST_SIZES:
             del self._known[next(iter(self._known))]
         return resized
-
-    def alike(self, program: Program, other: Program) -> Program:
-        return self._resized(program, other.sizes)
-
-    def largest(self, program: Program) -> Program:
-        return self._resized(program, {})
 
     def bound(self, most_bytes: int) -> None:
         for subgraph, owners in zip(self._subgraphs, self._owners, strict=True):
@@ -414,7 +408,7 @@ class Resizer:
             if hint is not None and hint <= most_bytes:
                 bool(need <= most_bytes)  # PyTorch notes the answer, and compares before each call
 
-    def _resized(self, program: Program, symbols: Symbols) -> Program:
+    def at(self, program: Program, symbols: Symbols) -> Program:
         sizes = _Sizes(symbols)
         stages = tuple(
             replace(stage, **cast(Any, self.stage_bytes(number, sizes))) for number, stage in enumerate(program.stages)
