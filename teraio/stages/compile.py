@@ -122,7 +122,10 @@ class StageCompiler:
         output = gm.graph.output_node()
         shown = [cast(Sequence[Any], output.args[0])[i] for i in user_results(output, "forward")]
         visible = [result for result in shown if isinstance(result, Node)]
-        written = _written_later(placeholders)
+        context = TracingContext.try_get()
+        metadata = context.fw_metadata if context is not None else None
+        known = () if metadata is None else zip(placeholders, metadata.input_info, strict=False)
+        written = [node for node, each in known if each.mutates_data]  # by PyTorch, once the graph has run
         return reasons_against(subgraphs, visible=visible, written=written, names=names)
 
     def _subgraphs(self, gm: GraphModule, name: str, *, floor_bytes: int) -> list[Subgraph]:
@@ -163,15 +166,6 @@ class StageCompiler:
 def _device(graph: Graph) -> torch.device:
     tensors = (tensor for node in graph.nodes for tensor in ops.fake_tensors(node.meta.get("val")))
     return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
-
-
-def _written_later(placeholders: list[Node]) -> list[Node]:
-    """Return the inputs of a forward graph, of all `placeholders`, that PyTorch changes once the graph has run."""
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
-    if metadata is None:
-        return []
-    return [n for n, info in zip(placeholders, metadata.input_info, strict=False) if info.mutates_data]
 
 
 def _report_strides(gm: GraphModule) -> None:
