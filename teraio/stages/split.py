@@ -101,6 +101,7 @@ def _subgraph(gm: GraphModule, nodes: list[Node], fuses: bool) -> Subgraph:
     module = GraphModule(gm, graph)
     module.meta = {k: v for k, v in gm.meta.items() if k != "dynamo_flat_name_to_original_fqn"}
     storages, tile = storages_of(list(graph.nodes)), ops.tile_of(nodes[-1])  # the first ones may be constants
+    owned = dict.fromkeys(storages[copies[n]] for n in outputs)
     return Subgraph(
         module=module,
         inputs=tuple(inputs),
@@ -109,16 +110,10 @@ def _subgraph(gm: GraphModule, nodes: list[Node], fuses: bool) -> Subgraph:
         key=_key(module),
         # From `head.tile1` on; what comes before the first tile is `head.tile0`.
         path=path_of_modules(nodes) + ("" if tile is None else f".tile{tile[1] + 1}"),
-        made=_made(graph, storages),
+        made=tuple(tensor for key in owned if key[0].op != "placeholder" for tensor in tensors_of(key, ())),
         temporaries=_temporaries(graph, storages, fuses),
         impure=next(filter(None, (_reason_of_operator(n, fuses) for n in nodes if n.op == "call_function")), ""),
     )
-
-
-def _made(graph: Graph, storages: Mapping[Node, StorageKey]) -> tuple[torch.Tensor, ...]:
-    """Return the fake tensors of the storages that the outputs of a subgraph lie in, without those of its inputs."""
-    owned = dict.fromkeys(storages[n] for n in cast(Sequence[Node], graph.output_node().args[0]))
-    return tuple(tensor for key in owned if key[0].op != "placeholder" for tensor in tensors_of(key, ()))
 
 
 def _temporaries(graph: Graph, storages: Mapping[Node, StorageKey], fuses: bool) -> tuple[Temporary, ...]:
