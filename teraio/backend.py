@@ -33,6 +33,8 @@ _CONFIG: dict[str, Any] = {
     # A cache of whole graphs would return functions that are not cut into stages.
     "enable_autograd_cache": False,
 }
+# What the compilers of stages are told of what PyTorch says of a graph.
+_TOLD = ("is_backward", "is_inference", "graph_id", "boxed_forward_device_index", "cudagraphs")
 
 
 def teraio(
@@ -195,9 +197,12 @@ def _compile_for(
         context = torch._guards.TracingContext.try_get()
         if context is not None and context.fw_metadata is not None:
             context.fw_metadata.bw_donated_idxs = []
-        program = _compile(run, graph, parts, settings)
-        programs.append(program)
-        return run.callable(program)
+        phase: Phase = "backward" if settings.get("is_backward") else "forward"
+        known = parts if phase == "forward" and len(graph.graph.find_nodes(op="placeholder")) == len(parts) else []
+        told = {name: settings[name] for name in _TOLD if name in settings}
+        program = run.stage_compiler.compile(graph, phase=phase, options=told, inputs=known)
+        programs.append(replace(program, is_inference=bool(settings.get("is_inference"))))
+        return run.callable(programs[-1])
 
     # Taken apart, an operator is many kernels, each with a result in memory. Inductor fuses them again; without it, nothing does.
     decompositions = {} if options.codegen == "eager" else inductor_decompositions()
@@ -205,17 +210,6 @@ def _compile_for(
         compiled = compile_fx(gm, example_inputs, inner_compile=cast(Any, compile_graph), decompositions=decompositions)
     run.check(programs, for_larger=larger)
     return cast(Callable[..., Any], compiled)
-
-
-def _compile(run: TrainingRun, graph: GraphModule, inputs: list[tuple[str, Kind]], settings: Mapping[str, Any]) -> Program:
-    phase: Phase = "backward" if settings.get("is_backward") else "forward"
-    kept = ("is_backward", "is_inference", "graph_id", "boxed_forward_device_index", "cudagraphs")
-    count = sum(node.op == "placeholder" for node in graph.graph.nodes)
-    known = inputs if phase == "forward" and count == len(inputs) else []
-    program = run.stage_compiler.compile(
-        graph, phase=phase, options={k: settings[k] for k in kept if k in settings}, inputs=known
-    )
-    return replace(program, is_inference=bool(settings.get("is_inference")))
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:

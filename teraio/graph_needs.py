@@ -144,7 +144,7 @@ class GraphNeeds:
         return _key(parameters) in self._bounded
 
     def _warn_of_the_largest(self, programs: Sequence[Program], most_bytes: int) -> None:
-        need = need_of([program.resize.largest(program) for program in programs if program.resize is not None])
+        need = need_of([program.resize.at(program, {}) for program in programs if program.resize is not None])
         if need is not None and need.size_bytes > most_bytes:
             logger.warning(
                 "inputs as large as promised (torch._dynamo.mark_dynamic) would not fit: stage %r needs %s bytes then, and "
@@ -194,7 +194,7 @@ class GraphNeeds:
         if program.resize is None:
             return [program]
         together = next((each for each in self._resizable if any(one.resize is program.resize for one in each)), [program])
-        return [one if one.resize is None else one.resize.alike(one, program) for one in together]
+        return [one if one.resize is None else one.resize.at(one, program.sizes) for one in together]
 
     def ensure_room(self, state_bytes: int) -> None:
         """Reserve room in the spill files for what programs keep and for `state_bytes` of states. Raises StorageFullError."""

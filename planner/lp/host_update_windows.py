@@ -128,18 +128,18 @@ def _windows(
     border = None if user is None else max(begin + 1, grid.start_of(user))
 
     def left(block: Block) -> int:
-        # A segment frees nothing that its own stages use.
-        return grid.end_of(_last_before(block, subgroup, stages)) + (not grid.at_instants)
+        # After its last use before the update, perhaps in the iteration before. A segment frees nothing that its own stages use.
+        last = max((use for use in block.uses if use < subgroup.stage), default=block.uses[-1] - stages)
+        return grid.end_of(last) + (not grid.at_instants)
+
+    def stay(block: Block) -> tuple[int, int]:
+        following = min((use for use in block.uses if use > subgroup.stage), default=block.uses[0] + stages)
+        return left(block), grid.start_of(following)
 
     def coming_in(left: int, back: int) -> tuple[int, int, range]:
         return max(begin, left if window is None else back - window), back, range(left + grid.at_instants, back)
 
-    copies_in = _copies(
-        parameters(trace, subgroup),
-        host.inward,
-        lambda block: (left(block), grid.start_of(_next_after(block, subgroup, stages))),
-        coming_in,
-    )
+    copies_in = _copies(parameters(trace, subgroup), host.inward, stay, coming_in)
     needed = max(begin + 1, max(copy.last for copy in copies_in))
     last = needed if border is None else min(needed, border)
 
@@ -207,18 +207,6 @@ def _chains(
     if border is None:
         return (whole,)
     return whole, UpdateChain(spans=range(first, border), seconds=before + host_seconds)
-
-
-def _last_before(block: Block, subgroup: Subgroup, stages: int) -> int:
-    """The block's last use before the update's stage; negative for one in the iteration before."""
-    earlier = [use for use in block.uses if use < subgroup.stage]
-    return earlier[-1] if earlier else block.uses[-1] - stages
-
-
-def _next_after(block: Block, subgroup: Subgroup, stages: int) -> int:
-    """The block's first use after the update's stage; numbered on for one in the next iteration."""
-    later = [use for use in block.uses if use > subgroup.stage]
-    return later[0] if later else block.uses[0] + stages
 
 
 def _pattern(problem: Problem, grid: SpanGrid, subgroup: Subgroup) -> tuple[object, ...]:

@@ -110,10 +110,7 @@ class Hardware(FrozenModel):
 
     def link(self, from_tier: Tier, to_tier: Tier) -> Link | None:
         """Return the link of that direction; None where the machine has none."""
-        for link in self.links:
-            if link.from_tier == from_tier and link.to_tier == to_tier:
-                return link
-        return None
+        return next((each for each in self.links if each.from_tier == from_tier and each.to_tier == to_tier), None)
 
 
 class Stage(GrownModel):

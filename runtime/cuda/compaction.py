@@ -90,29 +90,29 @@ class _Gathering:
 
     def look(self) -> None:
         """See what lies where by now."""
-        self._layout.look(self._pool.segments())
+        self._layout = Layout(self._pool.segments())
 
     def rehearse(self, history: Sequence[int]) -> _Outcome:
         """Allocate and free all of it. Where there is no free range, blocks make way. Ends where the pool does otherwise than
         foreseen, as if none had to."""
         held: dict[int, torch.UntypedStorage] = {}
-        count, moved, layout = 0, False, self._layout
+        count, moved = 0, False
         try:
             for step in history:
                 if step < 0:
-                    layout.free(held.pop(-step).data_ptr())
+                    self._layout.free(held.pop(-step).data_ptr())
                     continue
-                if not layout.fits(step):
+                if not self._layout.fits(step):
                     moved = True
                     if not self.make_free(step):
                         return _Outcome(moved, step, step + sum(area.nbytes() for area in held.values()))
                 count += 1
                 held[count] = self._pool.allocate(step)
-                if not layout.take(held[count].data_ptr(), step):
+                if not self._layout.take(held[count].data_ptr(), step):
                     return _Outcome(moved=False)
         finally:
             while held:
-                layout.free(held.popitem()[1].data_ptr())
+                self._layout.free(held.popitem()[1].data_ptr())
         return _Outcome(moved)
 
     def make_free(self, size_bytes: int) -> bool:
@@ -160,10 +160,6 @@ class Layout:
     """What lies where in a pool."""
 
     def __init__(self, segments: Sequence[Mapping[str, Any]]) -> None:
-        self.look(segments)
-
-    def look(self, segments: Sequence[Mapping[str, Any]]) -> None:
-        """Forget what is known, and take it from the pool."""
         blocks = (block for segment in segments for block in segment["blocks"])
         self.chunks = sorted(Chunk(block["address"], block["size"], block["state"] == "inactive") for block in blocks)
 

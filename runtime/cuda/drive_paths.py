@@ -158,7 +158,8 @@ def _largest_areas(streams: CudaStreams, store: HostStore, size_bytes: int) -> t
 
 def _seconds(streams: CudaStreams, store: HostStore, slot: Slot, device: int, lanes: tuple[Lane, ...]) -> list[float]:
     """Let each lane copy its share of the slot, in several copies. Return the seconds of each lane by the GPU's clock."""
-    ranges = _ranges(store, slot, device)
+    chunks = cut_slot(slot, align_up(max(slot.size_bytes // (2 * _COPIES), 1 << 16)))  # equal, but at the ends of extents
+    ranges = [(store.address + each.file_offset_bytes, device + each.slot_offset_bytes, each.length_bytes) for each in chunks]
     share = len(ranges) // len(lanes)
     begins = [streams.mark_lane(lane) for lane in lanes]
     for number in range(share):  # the lanes take turns, so that none of them waits for the host
@@ -166,12 +167,6 @@ def _seconds(streams: CudaStreams, store: HostStore, slot: Slot, device: int, la
             _copy(streams, lane, *ranges[index * share + number])
     ends = [streams.mark_lane(lane) for lane in lanes]
     return [end.seconds_since(begin) for begin, end in zip(begins, ends, strict=True)]
-
-
-def _ranges(store: HostStore, slot: Slot, device: int) -> list[tuple[int, int, int]]:
-    """Cut the slot into ranges of equal length, shorter at the ends of extents: host address, device address, bytes."""
-    chunks = cut_slot(slot, align_up(max(slot.size_bytes // (2 * _COPIES), 1 << 16)))
-    return [(store.address + each.file_offset_bytes, device + each.slot_offset_bytes, each.length_bytes) for each in chunks]
 
 
 def _copy(streams: CudaStreams, lane: Lane, host: int, device: int, size_bytes: int) -> None:

@@ -75,11 +75,8 @@ class Resize(Protocol):
     def __call__(self, program: Program, arguments: Sequence[Any]) -> Program:
         """Return `program` for the arguments of a call."""
 
-    def alike(self, program: Program, other: Program) -> Program:
-        """Return `program` for the sizes that `other` was resized for, its forward or backward graph."""
-
-    def largest(self, program: Program) -> Program:
-        """Return `program` for the largest sizes that are known when it is compiled, to which it was cut."""
+    def at(self, program: Program, sizes: Mapping[Any, int]) -> Program:
+        """Return `program` for sizes by symbol; for the largest that are known, to which it was cut, where one is missing."""
 
     def bound(self, most_bytes: int) -> None:
         """Have PyTorch compile it anew, cut for them, when sizes come with which one of its stages would need more."""

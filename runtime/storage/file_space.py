@@ -46,7 +46,7 @@ class FileSpace(Store):
         self._spaces = {file.descriptor: file.free for file in files}
         self.direct = all(file.direct for file in files)
         self.user_files = UserFiles(direct=direct)
-        self._open.callback(self.user_files.close)
+        self._open.callback(self.user_files.release_all_but, ())
         try:
             self._open_again()
             for file in files:

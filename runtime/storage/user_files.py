@@ -202,14 +202,6 @@ class UserFiles:
         for file in list(self._files.values()):
             file.check()
 
-    def close(self) -> None:
-        """Close all files. Nothing may be reading. Mappings stay readable."""
-        with self._lock:
-            files, self._files = self._files, {}
-            for file in files.values():
-                file.slots.clear()
-                file.close()
-
     def _opened(self, path: Path) -> UserFile:
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode):

@@ -204,7 +204,10 @@ def _speed(what: str, name: str, how: str, rates: LinkRates) -> Finding:
 
 
 def _place(what: str, directory: Path) -> Iterator[Finding]:
-    kind = _file_system(directory, psutil.disk_partitions(all=True))
+    place = directory.resolve()
+    inside = [each for each in psutil.disk_partitions(all=True) if place.is_relative_to(each.mountpoint)]
+    innermost = max(inside, key=lambda each: len(Path(each.mountpoint).parts), default=None)
+    kind = "unknown" if innermost is None else innermost.fstype
     if kind in _IN_MEMORY:
         yield Finding(
             what=what,
@@ -217,13 +220,6 @@ def _place(what: str, directory: Path) -> Iterator[Finding]:
     little = free < _LITTLE_ROOM
     found, effect = f"{format_bytes(free)} free ({kind})", "large models need more" if little else ""
     yield Finding(what=what, verdict="note" if little else "ok", found=found, effect=effect)
-
-
-def _file_system(directory: Path, partitions: Sequence[psutil._common.sdiskpart]) -> str:
-    """Return the type of the file system that the directory lies in: that of the innermost mount point."""
-    place = directory.resolve()
-    inside = [p for p in partitions if place.is_relative_to(p.mountpoint)]
-    return max(inside, key=lambda p: len(Path(p.mountpoint).parts)).fstype if inside else "unknown"
 
 
 # -- its description

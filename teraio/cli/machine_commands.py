@@ -22,7 +22,7 @@ from teraio.cli.advice import Adviser, Case, Unit
 from teraio.cli.arguments import AsJson, Device, Host, Rows, Storage, with_solver_options
 from teraio.cli.lengths import length_range
 from teraio.cli.output import Column, Data, Facts, Page, Table, in_asked_unit, show_or_print, working, write_file
-from teraio.cli.trace_summary import summarise_trace, tiles_of, trace_page
+from teraio.cli.trace_summary import sliced_floor, summarise_trace, tiles_of, trace_page
 from teraio.options import require_directory
 
 
@@ -174,7 +174,7 @@ def _geometry_page(advice: Data) -> Page:
         ">without waiting": "ideal_seconds",
         **output.rate_columns(best["work"]),
         ">smallest device budget": "floor_bytes",
-        ">with updates in slices": _sliced_floor,
+        ">with updates in slices": sliced_floor,
         ">peak if nothing moves": "peak_bytes",
         **{f">moved {link}": _moved(link) for link in (best["predicted"] or {"moved_bytes": ()})["moved_bytes"]},
         "held up by": _held_up,
@@ -193,11 +193,6 @@ def _moved(link: str) -> Column:
     return lambda answer: answer["predicted"] and output.format_bytes(answer["predicted"]["moved_bytes"].get(link, 0))
 
 
-def _sliced_floor(answer: Data) -> str:
-    less = answer["sliced_floor_bytes"] < answer["floor_bytes"]
-    return output.exact_bytes(answer["sliced_floor_bytes"]) if less else ""
-
-
 def _advice_page(advice: Data) -> Page:
     """Show what was asked for, then each change beside it."""
     asked = advice["answers"][0]
@@ -206,7 +201,7 @@ def _advice_page(advice: Data) -> Page:
         "trace": advice["trace_name"],
         **output.budget_facts(asked["budgets"]),
         "smallest device budget": output.exact_bytes(asked["floor_bytes"]),
-        "with updates in slices": _sliced_floor(asked),
+        "with updates in slices": sliced_floor(asked),
         "in tiles": advice["tiles"]["words"],
         "peak if nothing moves": output.exact_bytes(asked["peak_bytes"]),
         "does it fit": asked["fit"] if asked["predicted"] else f"{asked['fit']}: {arguments.as_options(asked['reason'])}",

@@ -169,7 +169,6 @@ def trace_page(trace: Data, rows: int) -> Page:
 
     Then `rows` each of the longest stages, of the largest blocks and of those with the longest inactive periods.
     """
-    sliced = trace["sliced_floor_bytes"] < trace["floor_bytes"]
     overview = {
         "trace": trace["name"],
         "made by": trace["created_by"],
@@ -179,7 +178,7 @@ def trace_page(trace: Data, rows: int) -> Page:
         "of that in collectives": output.some_seconds(trace["collective_seconds"]),
         "peak if nothing moves": f"{exact_bytes(trace['peak_bytes'])}, in {trace['peak_stage']}",
         "floor (smallest budget)": f"{exact_bytes(trace['floor_bytes'])}, set by {trace['floor_stage']}",
-        "with updates in slices": exact_bytes(trace["sliced_floor_bytes"]) if sliced else "",
+        "with updates in slices": sliced_floor(trace),
         "in tiles": trace["tiles"]["words"],
         "can be recomputed": _recomputed(trace["recompute"]),
         "active on average": f"{trace['mean_active_fraction']:.1%} of the bytes that may move",
@@ -208,6 +207,11 @@ def trace_page(trace: Data, rows: int) -> Page:
         *_links(trace["hardware"]),
         *_longest(trace, rows),
     )
+
+
+def sliced_floor(found: Data) -> str:
+    """Return the smallest device budget where large parameters are updated in slices; "" where that is no less."""
+    return exact_bytes(found["sliced_floor_bytes"]) if found["sliced_floor_bytes"] < found["floor_bytes"] else ""
 
 
 def _recomputed(recompute: Data) -> str:

@@ -124,7 +124,8 @@ class _GroupStages:
             self._calls.observer.run_stage(name, gather, phase=phase, read=shards, collective=True)
 
     def _post_backward(self, group: Any, *unused: Any) -> None:
-        whole = [gradient for each in group.fsdp_params for gradient in _whole_gradients(each)]
+        found = (g for p in group.fsdp_params for g in (p.unsharded_accumulated_grad, getattr(_gathered(p), "grad", None)))
+        whole = [gradient for gradient in found if gradient is not None]  # of all shards, that FSDP is about to reduce
         if not whole or not self._calls.active():
             type(group).post_backward(group, *unused)
             return
@@ -189,14 +190,6 @@ def _sharded() -> Iterator[tuple[Any, Any]]:
 
 def _name(group: Any, phase: str, what: str) -> str:
     return f"{phase}/{'.'.join(filter(None, (group._module_fqn, what)))}"
-
-
-def _whole_gradients(parameter: Any) -> Iterator[Tensor]:
-    """Yield the gradient of all shards that FSDP is about to reduce, if there is one."""
-    gathered = _gathered(parameter)
-    for gradient in (parameter.unsharded_accumulated_grad, None if gathered is None else gathered.grad):
-        if gradient is not None:
-            yield gradient
 
 
 def _gathered(parameter: Any) -> Tensor | None:

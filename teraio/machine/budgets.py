@@ -92,7 +92,15 @@ def seen_by_ranks(options: Options, device: torch.device, ranks: RankGroup | Non
         return 0, dict.fromkeys(range(options.local_ranks), mine)
     told = ranks.gather("dividing the machine", mine.model_dump_json())
     seen = {rank: SeenByRank.model_validate_json(text) for rank, text in told.items()}
-    _check_outputs(seen)
+    writers: dict[str, int] = {}
+    for rank, each in seen.items():
+        for path in each.outputs:
+            other = writers.setdefault(path, rank)
+            if other != rank:
+                raise OptionsError(
+                    f"options trace_out and plan_out: ranks {other} and {rank} of this machine both write {path}; put "
+                    "{rank} or {local_rank} into the name"
+                )
     return ranks.rank, seen
 
 
@@ -144,19 +152,6 @@ def _share_of_memory(asked: Share | None, host_bytes: int, mine: SeenByRank, eve
             "take; lower it, or give a memory_budget"
         )
     return share - host_bytes
-
-
-def _check_outputs(seen: Mapping[int, SeenByRank]) -> None:
-    """Raise OptionsError if several ranks write the same file."""
-    writers: dict[str, int] = {}
-    for rank, each in seen.items():
-        for path in each.outputs:
-            other = writers.setdefault(path, rank)
-            if other != rank:
-                raise OptionsError(
-                    f"options trace_out and plan_out: ranks {other} and {rank} of this machine both write {path}; put "
-                    "{rank} or {local_rank} into the name"
-                )
 
 
 def _warn_of_memory(every: Sequence[SeenByRank], available: int) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -72,7 +71,11 @@ def inductor_codegen(
 
     tagged: Any = compiler_config
     tag = f"{tagged.cache_key_tag} {_CACHE_TAG}".strip()
-    with _fresh_tracing_context(), config.patch(list_mode_options(mode)), tagged.patch(cache_key_tag=tag):
+    outer = TracingContext.try_get()
+    # Hides metadata of the whole graph (donated buffers, strides): the inputs of a subgraph are others.
+    inner = TracingContext(outer.fake_mode if outer is not None else None)
+    inner.output_strides = []
+    with tracing(inner), config.patch(list_mode_options(mode)), tagged.patch(cache_key_tag=tag):
         compiled = cast(StageFunction, compile_fx_inner(module, inputs, **options))
     on_gpu = any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in inputs)
     return tuned_within_budget(compiled) if on_gpu else compiled
@@ -90,15 +93,6 @@ def eager_codegen(module: GraphModule, inputs: Sequence[Any], options: dict[str,
             return cast(Sequence[Any], call(values))
 
     return run
-
-
-def _fresh_tracing_context() -> AbstractContextManager[Any]:
-    """Hide metadata of the whole graph (donated buffers, strides) while a subgraph is compiled, whose inputs are others."""
-    outer = TracingContext.try_get()
-    fake_mode = outer.fake_mode if outer is not None else None
-    inner = TracingContext(fake_mode)
-    inner.output_strides = []
-    return tracing(inner)
 
 
 _CACHE_SIZE = "L2_cache_size"  # the attribute in which Inductor's benchmarker remembers the size of the cache that it empties

@@ -111,7 +111,7 @@ class StageCompiler:
         counted = frozenset[str]() if is_forward else self._forward_values
         program = lay_out(gm, subgraphs, functions, reasons, inputs, identity=identity, phase=phase, counted=counted)
         if is_forward:  # its backward graph comes next, where what it saves has the same name
-            largest = program if program.resize is None else program.resize.largest(program)
+            largest = program if program.resize is None else program.resize.at(program, {})
             self._forward_bytes = max((stage.need_bytes for stage in largest.stages), default=0)
             self._forward_values = frozenset(node.name for node in (*gm.graph.find_nodes(op="placeholder"), *results_of(gm)))
         return program
@@ -122,7 +122,10 @@ class StageCompiler:
         output = gm.graph.output_node()
         shown = [cast(Sequence[Any], output.args[0])[i] for i in user_results(output, "forward")]
         visible = [result for result in shown if isinstance(result, Node)]
-        written = _written_later(placeholders)
+        context = TracingContext.try_get()
+        metadata = context.fw_metadata if context is not None else None
+        known = () if metadata is None else zip(placeholders, metadata.input_info, strict=False)
+        written = [node for node, each in known if each.mutates_data]  # by PyTorch, once the graph has run
         return reasons_against(subgraphs, visible=visible, written=written, names=names)
 
     def _subgraphs(self, gm: GraphModule, name: str, *, floor_bytes: int) -> list[Subgraph]:
@@ -163,15 +166,6 @@ class StageCompiler:
 def _device(graph: Graph) -> torch.device:
     tensors = (tensor for node in graph.nodes for tensor in ops.fake_tensors(node.meta.get("val")))
     return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
-
-
-def _written_later(placeholders: list[Node]) -> list[Node]:
-    """Return the inputs of a forward graph, of all `placeholders`, that PyTorch changes once the graph has run."""
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
-    if metadata is None:
-        return []
-    return [n for n, info in zip(placeholders, metadata.input_info, strict=False) if info.mutates_data]
 
 
 def _report_strides(gm: GraphModule) -> None:
@@ -392,17 +386,11 @@ class Resizer:
     def __call__(self, program: Program, arguments: Sequence[Any]) -> Program:
         symbols = _symbol_values(self._placeholders, arguments)
         key = tuple(symbols.values())
-        resized = self._known.pop(key, None) or self._resized(program, symbols)
+        resized = self._known.pop(key, None) or self.at(program, symbols)
         self._known[key] = resized
         if len(self._known) > _MOST_SIZES:
             del self._known[next(iter(self._known))]
         return resized
-
-    def alike(self, program: Program, other: Program) -> Program:
-        return self._resized(program, other.sizes)
-
-    def largest(self, program: Program) -> Program:
-        return self._resized(program, {})
 
     def bound(self, most_bytes: int) -> None:
         for subgraph, owners in zip(self._subgraphs, self._owners, strict=True):
@@ -414,7 +402,7 @@ class Resizer:
             if hint is not None and hint <= most_bytes:
                 bool(need <= most_bytes)  # PyTorch notes the answer, and compares before each call
 
-    def _resized(self, program: Program, symbols: Symbols) -> Program:
+    def at(self, program: Program, symbols: Symbols) -> Program:
         sizes = _Sizes(symbols)
         stages = tuple(
             replace(stage, **cast(Any, self.stage_bytes(number, sizes))) for number, stage in enumerate(program.stages)

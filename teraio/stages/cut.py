@@ -220,7 +220,8 @@ def _hoist_small(nodes: list[Node], stage_of: dict[Node, int]) -> None:
         if source >= stage_of[node] or not _only_computes(node) or ops.draws(node):
             continue
         # Else the small masks of all layers would gather in the stage of the seeds.
-        if not (ops.looks_up_seed(node) or ops.uses_seed(node)) and ops.output_bytes(node) < _SMALL_BYTES:
+        from_seed = ops.uses_seed(node) or ops.packet_name(node) == "inductor_lookup_seed"
+        if not from_seed and ops.output_bytes(node) < _SMALL_BYTES:
             stage_of[node] = source
 
 
@@ -351,9 +352,7 @@ class _Storage:
 
     def crosses(self, begin: int, end: int) -> bool:
         """Return whether it is an input or an output of the operators from `begin` to before `end`."""
-        if self.repeated:
-            return self.outlives
-        return self.outlives or self.made < begin or self.touched[-1] >= end
+        return self.outlives or (not self.repeated and (self.made < begin or self.touched[-1] >= end))
 
 
 class _Chain:

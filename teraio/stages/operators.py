@@ -218,11 +218,6 @@ def draws_seeds(node: Node) -> bool:
     return packet_name(node) in ("inductor_seed", "inductor_seeds")
 
 
-def looks_up_seed(node: Node) -> bool:
-    """Return whether `node` takes one of the seeds that were drawn."""
-    return packet_name(node) == "inductor_lookup_seed"
-
-
 def uses_seed(node: Node) -> bool:
     """Return whether `node` makes random numbers of a seed. Where stages run operator by operator it draws them instead."""
     return packet_name(node) in ("inductor_random", "inductor_randint")

@@ -117,16 +117,11 @@ def part_of(node: Node, out: Rows | None, rows: Size, known: Mapping[Node, Rows]
 
 
 # Each element from those at the same place; what is of size 1 there stands for all.
-_POINTWISE = frozenset("_to_copy clone detach alias zeros_like ones_like full_like convert_element_type".split())
+_POINTWISE = frozenset("_to_copy clone detach alias zeros_like ones_like full_like convert_element_type expand".split())
 
 
 def _pointwise(node: Node, shape: Shape, out: Rows, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
-    inputs = _aligned(node, shape, out)
-    return None if inputs is None else Part(inputs, node.target, node.args, node.kwargs)
-
-
-def _aligned(node: Node, shape: Shape, out: Rows) -> dict[Node, Rows] | None:
-    """Return where the rows lie in what `node` takes, by the rules of broadcasting; None if they cannot be told apart."""
+    """Follow the rules of broadcasting, of `expand` too; not where they cannot tell rows apart."""
     inputs: dict[Node, Rows] = {}
     for source in tensors_taken(node):
         own = shape_of(source)
@@ -138,7 +133,8 @@ def _aligned(node: Node, shape: Shape, out: Rows) -> dict[Node, Rows] | None:
             inputs[source] = Rows(begin, out.count)
         elif there not in ((), (1,)):
             return None
-    return inputs
+    args = (node.args[0], out.sizes(shape, ROWS)) if packet_name(node) == "expand" else node.args
+    return Part(inputs, node.target, args, node.kwargs)
 
 
 def _argument(node: Node, name: str) -> tuple[Any, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]]:
@@ -232,11 +228,6 @@ def _permuted(node: Node, shape: Shape, out: Rows, rows: Size, known: Mapping[No
     return Part({source: where}, aten.permute.default, (source, merged))
 
 
-def _expanded(node: Node, shape: Shape, out: Rows, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
-    inputs = _aligned(node, shape, out)
-    return None if inputs is None else Part(inputs, node.target, (node.args[0], out.sizes(shape, ROWS)), node.kwargs)
-
-
 def _filled(node: Node, shape: Shape, out: Rows, rows: Size, known: Mapping[Node, Rows]) -> Part | None:
     return None if tensors_taken(node) else Part({}, node.target, (out.sizes(shape, ROWS), *node.args[1:]), node.kwargs)
 
@@ -284,7 +275,6 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys("full zeros ones".split(), _filled),
     **dict.fromkeys("mm addmm".split(), _product),
     "constant_pad_nd": _padded,
-    "expand": _expanded,
     "nll_loss_backward": _class_loss_gradient,
 }
 

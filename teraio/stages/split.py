@@ -100,24 +100,20 @@ def _subgraph(gm: GraphModule, nodes: list[Node], fuses: bool) -> Subgraph:
     result.meta["user_visible_output_idxs"] = list(range(len(outputs)))  # Inductor keeps the strides of these outputs
     module = GraphModule(gm, graph)
     module.meta = {k: v for k, v in gm.meta.items() if k != "dynamo_flat_name_to_original_fqn"}
-    storages = storages_of(list(graph.nodes))
+    storages, tile = storages_of(list(graph.nodes)), ops.tile_of(nodes[-1])  # the first ones may be constants
+    owned = dict.fromkeys(storages[copies[n]] for n in outputs)
     return Subgraph(
         module=module,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         mutated=tuple(n for n in inputs if ops.is_written(copies[n])),
         key=_key(module),
-        path=_path(nodes),
-        made=_made(graph, storages),
+        # From `head.tile1` on; what comes before the first tile is `head.tile0`.
+        path=path_of_modules(nodes) + ("" if tile is None else f".tile{tile[1] + 1}"),
+        made=tuple(tensor for key in owned if key[0].op != "placeholder" for tensor in tensors_of(key, ())),
         temporaries=_temporaries(graph, storages, fuses),
         impure=next(filter(None, (_reason_of_operator(n, fuses) for n in nodes if n.op == "call_function")), ""),
     )
-
-
-def _made(graph: Graph, storages: Mapping[Node, StorageKey]) -> tuple[torch.Tensor, ...]:
-    """Return the fake tensors of the storages that the outputs of a subgraph lie in, without those of its inputs."""
-    owned = dict.fromkeys(storages[n] for n in cast(Sequence[Node], graph.output_node().args[0]))
-    return tuple(tensor for key in owned if key[0].op != "placeholder" for tensor in tensors_of(key, ()))
 
 
 def _temporaries(graph: Graph, storages: Mapping[Node, StorageKey], fuses: bool) -> tuple[Temporary, ...]:
@@ -226,17 +222,11 @@ def _misaligned(tensor: torch.Tensor) -> Any:
     return int(beside.node.expr) if beside.node.expr.is_Integer else "?"
 
 
-def _path(nodes: list[Node]) -> str:
-    """Return `layers.3.attn` for one module, `layers.3.{qkv,proj}` for several of a layer, `layers.0..layers.1` for more.
-
-    Tiles are numbered, from `head.tile1` on; what comes before the first one is `head.tile0`.
-    """
-    tile = ops.tile_of(nodes[-1])  # the first ones may be constants
-    return path_of_modules(nodes) if tile is None else f"{path_of_modules(nodes)}.tile{tile[1] + 1}"
-
-
 def path_of_modules(nodes: list[Node]) -> str:
-    """Return the path of the modules that operators came from."""
+    """Return the path of the modules that operators came from.
+
+    `layers.3.attn` for one module, `layers.3.{qkv,proj}` for several of a layer, `layers.0..layers.1` for more.
+    """
     working = [n for n in nodes if is_heavy(n)] or [n for n in nodes if module_path(n)] or nodes
     paths = list(dict.fromkeys(p for p in map(module_path, working) if p))
     if not paths:
