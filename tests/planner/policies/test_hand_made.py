@@ -125,7 +125,7 @@ def test_the_share_on_the_host_is_that_of_the_closed_form(
     max((1 - f) / U, (12 (f - r) + 2 (1 - f)) / B) per element, where the states of a share r stay on the device: least where both
     are equal.
     """
-    monkeypatch.setattr("planner.policies.predictions.more_instants", lambda stages: ())  # they take 10 s, and change nothing here
+    monkeypatch.setattr("planner.policies.predictions.more_instants", lambda stages: ())  # take 10 s, and change nothing here
     # Room for all parameters and gradients, and for the states of six subgroups, of which two or so are on their way.
     step = step_trace(host_rate, link_rate)
     budgets = Budgets(device_bytes=ELEMENTS * (4 * SUBGROUPS + 6 * 12))
