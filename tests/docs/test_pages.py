@@ -26,8 +26,16 @@ EXAMPLES = [
 ]
 
 
-QUICKLY = "import sys, planner; sys.modules['planner.policies.effort']._BY_STAGES = ()\n"
-"""No plan is searched for longer than that of a very long iteration: how good it is, no page says."""
+QUICKLY = """
+import atexit, functools, gc, planner.policies as policies, runtime.transfer as transfer
+atexit.register(gc.freeze)
+policies.effort._BY_STAGES, policies.predictions.more_instants = (), lambda stages: ()
+transfer.Engine.measure = functools.partialmethod(transfer.Engine.measure, 1 << 20)
+"""
+"""How good a plan is, how close its bound, and how fast the drive, no page says: none is searched or measured for long.
+
+Nor are all objects searched at the end, since a fork would copy most of its memory for that.
+"""
 
 
 @pytest.mark.parametrize(("page", "code"), EXAMPLES)
@@ -201,7 +209,7 @@ def test_the_notebook_runs(tmp_path: Path, forking: Forking) -> None:
     code = "\n".join(["".join(cell["source"]) for cell in cells])
     assert LAYERS in code
     code = code.replace(LAYERS, "in range(5))")
-    begin = f"import os; os.chdir({str(tmp_path)!r})\n{IPYTHON}"
+    begin = f"import os; os.chdir({str(tmp_path)!r})\n{IPYTHON}{QUICKLY}"
     status, printed, errors = forking.run(f"{begin}\n{code}\nprint(len(shown[0]) > 10_000)", TERAIO_CODEGEN="eager")
     assert (status, printed.splitlines()[-1:]) == (0, ["True"]), errors
     assert "phase 'planned'" in printed and ": after " in printed
