@@ -26,8 +26,7 @@ EXAMPLES = [
 ]
 
 
-SHORT_END = "import atexit, gc; atexit.register(gc.freeze)\n"
-"""All objects are not searched at the end, since a fork would copy most of its memory for that."""
+SHORT_END = "import atexit, gc; atexit.register(gc.freeze)\n"  # no search of all objects, for which a fork copies its memory
 QUICKLY = """
 import functools, planner.policies as policies, runtime.transfer as transfer
 policies.effort._BY_STAGES, policies.predictions.more_instants = (), lambda stages: ()

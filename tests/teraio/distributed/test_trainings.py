@@ -50,8 +50,7 @@ class Row:
     """A training, and what is special about it.
 
     budget: of a rank. tier: below the device. tolerance: of the difference from the training without teraio.
-    exact: the bits are those without teraio, or else those without a budget; free: these in any case. planned: all ranks get to
-    a plan. states: how many can move, of all ranks.
+    exact: bits are those without teraio, or else a budget; free: these too. planned: by a plan. states: that move, of all ranks.
     buckets: hold the gradients, which cannot move then. equal: all ranks end with the same parameters.
     fresh: in processes of its own. check: of the traces.
     """
@@ -193,10 +192,7 @@ HOST_BUDGET = 20 * MIB
 
 
 def updated_on_host(folder: str) -> tuple[list[Found], int]:
-    """Train by a plan that updates all that it can on the host; then save, and load into a plain training.
-
-    Return what both come to, and how many updates ran on the host.
-    """
+    """As `continued`, the first by a plan that updates all that it can on the host. Return also how many updates ran there."""
     updates: list[int] = []
     trace, plan = (str(Path(folder) / f"{what}{dist.get_rank()}.json") for what in ("trace", "plan"))
     tiers = {"memory_budget": HOST_BUDGET, "host_budget": 64 * MIB}
@@ -221,21 +217,17 @@ def test_shards_are_updated_on_the_host_as_on_the_device(ranks: Ranks, tmp_path:
 
 
 def continued(first: Options, then: Options, folder: str, **training: Any) -> list[Found]:
-    """Train, save, and train on; then load into a training with other options, and train on. Return what both come to.
-
-    Of the second, only since it was loaded.
-    """
+    """Train, save, and train on; then load into a training with other options, and train on. What both find, it since it loaded."""
 
     def save_or_load(options: Options, step: int, module: nn.Module, optimizer: Optimizer, found: Found) -> None:
         if step != 6:
             return
-        model_state, optimizer_state = get_state_dict(module, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
+        state = dict(zip(("model", "optimizer"), get_state_dict(module, optimizer), strict=True))
         if options is first:
             dcp.save(state, checkpoint_id=folder)
         else:
             dcp.load(state, checkpoint_id=folder)
-            set_state_dict(module, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+            set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
             found.values.clear()
 
     pair = enumerate((first, then))
@@ -250,8 +242,8 @@ def since_loaded(saved: Found, loaded: Found) -> float:
 @pytest.mark.parametrize("managed_first", every_other(True, False))
 def test_checkpoints_go_both_ways(ranks: Ranks, tmp_path: Path, managed_first: bool) -> None:
     managed = {"memory_budget": BUDGET, "storage": str(tmp_path)}
-    pair = (managed, None) if managed_first else (None, managed)
-    for saved, loaded in ranks.run(continued, *pair, str(tmp_path / "checkpoint")):
+    first, then = (managed, None) if managed_first else (None, managed)
+    for saved, loaded in ranks.run(continued, first, then, str(tmp_path / "checkpoint")):
         assert since_loaded(saved, loaded) < 1e-4
 
 

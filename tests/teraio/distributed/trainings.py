@@ -103,7 +103,7 @@ def train(
     epochs: tuple[tuple[int, ...], ...] = (),
     born: bool = False,
     seed: int = 0,
-    before: Callable[[int, nn.Module, Optimizer, Found], None] | None = None,
+    before: Callable[[int, nn.Module, Optimizer, Found], None] = lambda *given: None,
     **given: Any,
 ) -> Found:
     """Train what `make` makes from a function that compiles, or does not if `options` is None.
@@ -128,8 +128,7 @@ def train(
     for epoch, count in enumerate([each[dist.get_rank()] for each in epochs] or [steps]):
         with Join(joining) if epochs else nullcontext():
             for step in range(count):
-                if before is not None:
-                    before(step, module, optimizer, found)
+                before(step, module, optimizer, found)
                 optimizer.zero_grad() if epochs else None
                 for number in range(passes):
                     count_rows = rows[(step * passes + number + dist.get_rank()) % len(rows)]
