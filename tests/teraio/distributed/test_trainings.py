@@ -217,7 +217,7 @@ def test_shards_are_updated_on_the_host_as_on_the_device(ranks: Ranks, tmp_path:
 
 
 def continued(first: Options, then: Options, folder: str, **training: Any) -> list[Found]:
-    """Train, save, and train on; then load into a training with other options, and train on. What both find, it since it loaded."""
+    """Train, save, train on; load into a training with other options, and train on. Return what both find, it since it loaded."""
 
     def save_or_load(options: Options, step: int, module: nn.Module, optimizer: Optimizer, found: Found) -> None:
         if step != 6:
