@@ -17,6 +17,7 @@ from hypothesis import settings
 from .runtime.processes import Forking
 
 os.environ["TERAIO_PLAN_CACHE"] = "off"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # each process of its own for that imports PyTorch once more
 
 settings.register_profile("ci", max_examples=15, deadline=None)
 settings.register_profile("long", max_examples=300, deadline=None)

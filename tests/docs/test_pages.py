@@ -26,8 +26,13 @@ EXAMPLES = [
 ]
 
 
-QUICKLY = "import sys, planner; sys.modules['planner.policies.effort']._BY_STAGES = ()\n"
-"""No plan is searched for longer than that of a very long iteration: how good it is, no page says."""
+SHORT_END = "import atexit, gc; atexit.register(gc.freeze)\n"  # no search of all objects, for which a fork copies its memory
+QUICKLY = """
+import functools, planner.policies as policies, runtime.transfer as transfer
+policies.effort._BY_STAGES, policies.predictions.more_instants = (), lambda stages: ()
+transfer.Engine.measure = functools.partialmethod(transfer.Engine.measure, 1 << 20)
+"""
+"""How good a plan is, how close its bound, and how fast the drive, no page says: none is searched or measured for long."""
 
 
 @pytest.mark.parametrize(("page", "code"), EXAMPLES)
@@ -38,7 +43,7 @@ def test_examples_run_as_they_stand(page: Page, code: str, tmp_path: Path, forki
         return
     (tmp_path / "traces").symlink_to(ROOT / "traces")
     environment = {"PYTHONPATH": str(ROOT), **({} if page is README else {"TERAIO_CODEGEN": "eager"})}
-    status, printed, errors = forking.run(f"import os; os.chdir({str(tmp_path)!r})\n{QUICKLY}{code}", **environment)
+    status, printed, errors = forking.run(f"import os; os.chdir({str(tmp_path)!r})\n{SHORT_END}{QUICKLY}{code}", **environment)
     assert status == 0, errors
     for line in code.splitlines():
         statement, _, wanted = line.partition("  # ")
@@ -201,7 +206,7 @@ def test_the_notebook_runs(tmp_path: Path, forking: Forking) -> None:
     code = "\n".join(["".join(cell["source"]) for cell in cells])
     assert LAYERS in code
     code = code.replace(LAYERS, "in range(5))")
-    begin = f"import os; os.chdir({str(tmp_path)!r})\n{IPYTHON}"
+    begin = f"import os; os.chdir({str(tmp_path)!r})\n{IPYTHON}{SHORT_END}"
     status, printed, errors = forking.run(f"{begin}\n{code}\nprint(len(shown[0]) > 10_000)", TERAIO_CODEGEN="eager")
     assert (status, printed.splitlines()[-1:]) == (0, ["True"]), errors
     assert "phase 'planned'" in printed and ": after " in printed

@@ -102,16 +102,18 @@ def train(
     run_pass: Callable[[Any, Tensor], list[Tensor]] = one_pass,
     epochs: tuple[tuple[int, ...], ...] = (),
     born: bool = False,
+    seed: int = 0,
+    before: Callable[[int, nn.Module, Optimizer, Found], None] = lambda *given: None,
     **given: Any,
 ) -> Found:
     """Train what `make` makes from a function that compiles, or does not if `options` is None.
 
     rows: of the batches by turns, which each rank begins at another place. no_sync: around all passes of a step but the last.
     epochs: steps by rank, in each of which ranks that have ended join those that go on; then gradients stay until the next step.
-    born: under the budget, if there is one. given: further options of the backend.
+    born: under the budget, if there is one. seed: of the weights. before: called before each step. given: options of the backend.
     """
     forget()
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     settings = {"codegen": "eager", "profile_iterations": 1, **given, **(options or {})}
 
     def prepare(what: Any) -> Any:
@@ -126,6 +128,7 @@ def train(
     for epoch, count in enumerate([each[dist.get_rank()] for each in epochs] or [steps]):
         with Join(joining) if epochs else nullcontext():
             for step in range(count):
+                before(step, module, optimizer, found)
                 optimizer.zero_grad() if epochs else None
                 for number in range(passes):
                     count_rows = rows[(step * passes + number + dist.get_rank()) % len(rows)]
@@ -325,5 +328,5 @@ def pipeline(options: Options) -> Found:
     return train(make, options, steps=6, rows=(parts * ROWS,), same_rows=True, run_pass=run_pass, local_ranks=1)
 
 
-joined = partial(ddp, around=False, epochs=((9, 6), (9, 6)))
+joined = partial(ddp, around=False, epochs=((9, 6), (3, 2)))
 """Uneven inputs (`Join`): a rank whose batches have ended shadows the collectives of the others, and all go on afterwards."""
