@@ -70,7 +70,7 @@ def test_tiles_have_the_same_bits_with_and_without_a_budget(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("codegen", "fewest"), [("eager", 3), ("inductor", 40)])
 def test_tiles_of_any_number_of_words_have_the_same_bits(codegen: str, fewest: int, tmp_path: Path) -> None:
-    """By one graph, whose batches differ in both sizes, and a plan; of eager operators also where all tiles but the last are empty."""
+    """By one graph, whose batches differ in both sizes, and a plan; by eager operators also where only the last tile has rows."""
     varying = replace(
         case(tiles=ABOVE, planned=True),
         make_batches=partial(words_of_any_number, fewest=fewest),

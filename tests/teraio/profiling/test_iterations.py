@@ -198,7 +198,7 @@ def test_a_batch_that_is_larger_than_all_that_fitted_keeps_the_budget(tmp_path: 
 
 
 def trained(folder: Path, shapes: Iterable[tuple[tuple[int, ...], ...]], **options: Any) -> list[teraio.Status]:
-    """The status after each step, whose passes take inputs of these shapes: within the budget, with the bits of training without teraio."""
+    """The status after each step, whose passes take inputs of these shapes: within the budget, with the bits of no budget."""
     steps, progress, found = list(shapes), [], []
     for settings in ({"storage": folder, "profile_iterations": 1, **options}, None):
         training = begin_small(settings, dynamic=True)
