@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import teraio
 
+from ...thoroughness import every_other
 from .harness import MIB, Batch, Case, Run, budgeted_options, check_budget, check_close, check_exact, check_parity, train
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick")
@@ -63,9 +64,10 @@ def case(*, tiles: int | str, tied: bool = False, planned: bool = False) -> Case
     )
 
 
-def test_tiles_have_the_same_bits_with_and_without_a_budget(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("codegen", "tied"), every_other(("eager", True), ("inductor", False)))
+def test_tiles_have_the_same_bits_with_and_without_a_budget(codegen: str, tied: bool, tmp_path: Path) -> None:
     """And are followed by a plan. The gradient of the head waits in lower tiers between two tiles that add to it."""
-    check_parity(case(tiles=ABOVE, tied=True, planned=True), tmp_path, fraction=0.02)
+    check_parity(case(tiles=ABOVE, tied=tied, planned=True), tmp_path, codegen=codegen, fraction=0.02)
 
 
 @pytest.mark.parametrize(("codegen", "fewest"), [("eager", 3), ("inductor", 40)])
