@@ -51,6 +51,8 @@ def planning_in_process(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         request.getfixturevalue("unfrozen")
     else:
         monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=InProcessJob))
+        if "unfrozen" not in request.fixturenames:  # all is frozen; Python would go through it to say so
+            monkeypatch.setattr("runtime.system.garbage.frozen", lambda: True)
 
 
 class Result(NamedTuple):

@@ -28,7 +28,7 @@ from ..parity.models import Predictor
 from ..stages.graphs import Embedded
 from ..traces import TRACES
 from . import trainings
-from .trainings import loss_of, tokens, training, transformer, two_layers
+from .trainings import loss_of, tokens, training, transformer
 
 MIB = 1 << 20
 ONE_BYTE = Kernel(flops=0.0, dtype=torch.float32, touched_bytes=1)
@@ -100,12 +100,12 @@ def test_half_precision_weights_with_masters_are_updated_by_subgroups(own: bool,
 
 def test_a_capture_has_the_stages_blocks_and_groups_of_a_real_run(tmp_path: Path) -> None:
     options = {"codegen": "eager", "memory_budget": 4 << 30, "storage": str(tmp_path), "profile_iterations": 1}
-    step = two_layers({**options, "trace_out": str(tmp_path / "trace.json")})
+    step = training({**options, "trace_out": str(tmp_path / "trace.json")})
     for _ in range(4):
         step()
     teraio.reset()
     real = planner.Trace.load(tmp_path / "trace.json")
-    captured = capture(lambda: two_layers({"codegen": "eager"}), subgroup_bytes=real.subgroup_bytes)
+    captured = capture(lambda: training({"codegen": "eager"}), subgroup_bytes=real.subgroup_bytes)
     assert shape(captured) == shape(real)
     assert captured.recompute and captured.subgroups
 

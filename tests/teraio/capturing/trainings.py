@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from ..stages.graphs import Layer, Transformer
 
 
-def transformer(width: int = 512, layers: int = 1) -> Transformer:
-    return Transformer(layers, width, heads=8, vocabulary=1000)
+def transformer(width: int = 512) -> Transformer:
+    return Transformer(1, width, heads=8, vocabulary=1000)
 
 
-def tokens(rows: int = 8, **where: Any) -> Tensor:
-    return torch.zeros(rows, 256, dtype=torch.long, **where)
+def tokens(**where: Any) -> Tensor:
+    return torch.zeros(8, 256, dtype=torch.long, **where)
 
 
 def loss_of(logits: Tensor) -> Tensor:
@@ -38,17 +38,11 @@ def stepping(passes: Callable[..., object], optimizer: torch.optim.Optimizer) ->
     return step
 
 
-def training(
-    options: Mapping[str, Any] | None = None, *, width: int = 512, layers: int = 1, rows: int = 8
-) -> Callable[[], object]:
-    model, given = transformer(width, layers), tokens(rows)
+def training(options: Mapping[str, Any] | None = None, *, width: int = 512) -> Callable[[], object]:
+    model, given = transformer(width), tokens()
     optimizer = torch.optim.AdamW(model.parameters())
     compiled = torch.compile(model, backend="teraio", options=dict(options or {}))
     return stepping(lambda: loss_of(compiled(given)).backward(), optimizer)
-
-
-def two_layers(options: Mapping[str, Any] | None = None) -> Callable[[], object]:
-    return training(options, layers=2, rows=4)
 
 
 def on_gpu(*, autocast: bool = False, fused: bool | None = True) -> Callable[[], object]:

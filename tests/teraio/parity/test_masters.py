@@ -23,7 +23,6 @@ from .optimizers import KINDS, Layers, small
 pytestmark = pytest.mark.usefixtures("fine_and_quick", "few_slices")
 
 BF16, FP16 = torch.bfloat16, torch.float16
-OFF = {"optimizer": "off"}
 
 
 def case(
@@ -90,7 +89,7 @@ def masters_away(result: Result) -> int:
 )
 def test_with_and_without_a_budget(kind: str, dtype: torch.dtype, steps: int, fraction: float, tmp_path: Path) -> None:
     """Without one everything fits after a few steps, and teraio manages nothing any more."""
-    expected = train(case(kind, dtype, steps, how="clones"), options=OFF)
+    expected = train(case(kind, dtype, steps, how="clones"), backend=None)
     masters = case(kind, dtype, steps, how="masters")
     free = train(masters, options={"profile_iterations": 2})
     assert free.status.phase == "fits"
@@ -104,8 +103,8 @@ def test_with_and_without_a_budget(kind: str, dtype: torch.dtype, steps: int, fr
 def test_by_a_plan(tmp_path: Path) -> None:
     """With the option optimizer off, which does not hold for optimizers that are given by hand."""
     masters = case("AdamW", BF16, 14, how="masters", planned=True)
-    found = train(masters, options={**budgeted_options(masters, tmp_path, budget=11 * MIB), **OFF, "debug": True})
-    check(found, train(case("AdamW", BF16, 14, how="clones"), options=OFF))
+    found = train(masters, options={**budgeted_options(masters, tmp_path, budget=11 * MIB), "optimizer": "off", "debug": True})
+    check(found, train(case("AdamW", BF16, 14, how="clones"), backend=None))
     assert found.status.phase == "planned" and found.status.deviations <= 1
     assert masters_away(found) >= 2 and found.status.device_peak_bytes <= 11 * MIB
 
@@ -120,4 +119,4 @@ def test_subgroups_that_update_on_the_host(monkeypatch: pytest.MonkeyPatch) -> N
     found = train(case("AdamW fused", BF16, 16, how="masters", model=wide, planned=True), options=options)
     assert found.status.phase == "planned" and found.status.device_peak_bytes <= 16 * MIB
     assert sum(on_host), "nothing has been updated there"
-    check(found, train(case("AdamW fused", BF16, 16, how="clones", model=wide), options=OFF))
+    check(found, train(case("AdamW fused", BF16, 16, how="clones", model=wide), backend=None))

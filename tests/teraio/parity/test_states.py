@@ -26,10 +26,8 @@ from .harness import (
     check_exact,
     check_states,
     one_update,
-    reference,
     share_of_peak,
     train,
-    unmanaged,
 )
 from .loops import by_hand, closure_of, generate, infer, no_optimizers, rollout, told, with_closure
 from .optimizers import KEEPS_NONE, KINDS, small
@@ -249,11 +247,11 @@ def test_checkpoints_in_both_directions(tmp_path: Path) -> None:
         one_update(run, x, index) if index >= half else None
 
     first, second = small("AdamW", step=saving), small("AdamW", step=resuming)
-    straight = unmanaged(first)
+    straight = train(first, backend=None)
     managed = share_of_peak(small("AdamW"), tmp_path, 0.45)
     check_exact(resumed := train(second, options=managed), second_half(straight, half))
     check_exact(saved := train(first, options=managed), straight)
-    check_exact(train(second, options={"optimizer": "off"}), second_half(straight, half))
+    check_exact(train(second, backend=None), second_half(straight, half))
     assert resumed.moved_states and saved.moved_states
 
 
@@ -269,7 +267,7 @@ def test_which_optimizers_are_managed(tmp_path: Path) -> None:
         teraio.manage_optimizer(optimizer)
         return optimizer
 
-    expected = reference(small("AdamW", steps=6))
+    expected = train(small("AdamW", steps=6), backend=None)
     for make, fraction in (("AdamW", 0.8), (given, 0.45)):
         options = share_of_peak(small("AdamW", steps=6), tmp_path, fraction) | {"optimizer": "off"}
         found = train(small(make, steps=6), options=options)  # type: ignore[arg-type]

@@ -167,12 +167,12 @@ def test_what_others_free_hides_nothing_and_a_known_peak_is_no_news() -> None:
 BUDGET_BYTES = 28 * MIB
 
 
-def begin_small(options: dict[str, Any], **further: Any) -> Training:
+def begin_small(options: dict[str, Any] | None, **further: Any) -> Training:
     """Weights of 1 MiB each; the activations of 1024 rows take 2 MiB each."""
     return begin(
         lambda: nn.Sequential(*[nn.Sequential(nn.Linear(512, 512, bias=False), nn.Tanh()) for _ in range(8)]),
         lambda module: [torch.optim.SGD(module.parameters(), lr=0.1)],
-        {"memory_budget": BUDGET_BYTES, **options},
+        None if options is None else {"memory_budget": BUDGET_BYTES, **options},
         **further,
     )
 
@@ -200,7 +200,7 @@ def test_a_batch_that_is_larger_than_all_that_fitted_keeps_the_budget(tmp_path: 
 def trained(folder: Path, shapes: Iterable[tuple[tuple[int, ...], ...]], **options: Any) -> list[teraio.Status]:
     """The status after each step, whose passes take inputs of these shapes: within the budget, with the bits of no budget."""
     steps, progress, found = list(shapes), [], []
-    for settings in ({"storage": folder, "profile_iterations": 1, **options}, {"memory_budget": None}):
+    for settings in ({"storage": folder, "profile_iterations": 1, **options}, None):
         training = begin_small(settings, dynamic=True)
 
         def step(passes: tuple[tuple[int, ...], ...], index: int, training: Training = training) -> None:
@@ -209,7 +209,7 @@ def trained(folder: Path, shapes: Iterable[tuple[tuple[int, ...], ...]], **optio
             training.update()
 
         training.run(steps, step, planned=True)
-        progress.append([status for (status,) in training.progress])
+        progress.append([status for statuses in training.progress for status in statuses])
         found.append(list(training.finish().values()))
     assert not unequal(*found)
     assert all(status.device_peak_bytes <= BUDGET_BYTES for status in progress[0])
@@ -242,11 +242,11 @@ def test_what_trains_with_the_largest_inputs_first_trains_with_them_last(tmp_pat
 
 
 def test_inputs_that_grow_in_small_steps_do_not_have_a_graph_made_for_each(tmp_path: Path) -> None:
-    """Only when stages have to become half as large. One graph is that of the training without a budget."""
+    """Only when stages have to become half as large."""
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     statuses = trained(tmp_path, one_pass(*range(8, 1400, 96)))
     assert 1 < len({status.stages for status in statuses}) <= 4
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 5
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 4
 
 
 def test_a_promise_that_does_not_fit_is_told_before_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -47,6 +47,7 @@ from .programs import (
     plan_with_reruns,
     profiled,
     program,
+    without_a_budget,
 )
 
 pytestmark = pytest.mark.usefixtures("same_program_at_every_budget", "deterministic")
@@ -58,8 +59,8 @@ STEPS = 5
 
 @functools.cache
 def known_gradients() -> dict[int, list[Tensor]]:
-    """Those that a run which keeps everything has after `STEPS` steps, by the number of the batch."""
-    run = start(PLAIN)
+    """Those that a training without teraio has after `STEPS` steps, by the number of the batch."""
+    run = start(PLAIN, backend=None)
     run.go(list(range(STEPS)))
     return {number: gradients(run, forward(run, number)) for number in (7, 8)}
 
@@ -220,7 +221,7 @@ LARGE = program(passes=partial(one_pass, rows=3 * ROWS), options={"solver_time_l
 
 @pytest.mark.parametrize("recompute", ["auto", "off"])
 def test_a_slow_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, recompute: str) -> None:
-    reference = train(LARGE)
+    reference = without_a_budget(LARGE)
     monkeypatch.setattr(Engine, "measure", lambda *_, **__: link_rates(SLOW, SLOW))
     # The policy that recomputes wherever it can: what "ilp" finds depends on how long the machine takes.
     monkeypatch.setattr(planner, "plan", partial(planner.plan, policy="checkpoint"))
@@ -261,8 +262,8 @@ class FirstMovesAll:
 
 
 def test_another_plan_takes_over(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    reference = train(TRAINED)
-    budget = int(0.75 * reference.status.device_peak_bytes)
+    reference = train(TRAINED, backend=None)
+    budget = int(0.75 * without_a_budget(PLAIN).status.device_peak_bytes)
     monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=FirstMovesAll()))
     monkeypatch.setattr(Engine, "measure", lambda engine: link_rates(4e9, 4e9))
     monkeypatch.setattr(REGISTRY, "shared", Shared())

@@ -19,6 +19,7 @@ from torch.nn import functional
 import planner
 from teraio.stages import StageCompiler, operators, rows, tiles
 
+from ...thoroughness import every_other
 from .graphs import FINE, Captured, capture
 
 # -- the rules: parts of an operator's work are the whole
@@ -369,10 +370,9 @@ def test_a_graph_in_tiles_has_the_results_of_the_whole(loss: Loss, settings: dic
 @pytest.mark.parametrize(
     ("loss", "settings", "fuses"),
     [
-        (flat_loss, {"bias": True}, False),
         (ignoring, {"tied": True}, True),
         (several, {"bias": True}, True),
-        (weighted, {"tied": True}, False),
+        (weighted, {"tied": True, "bias": True}, False),
     ],
 )
 def test_one_graph_in_tiles_serves_all_sizes(loss: Loss, settings: dict[str, bool], fuses: bool) -> None:
@@ -522,7 +522,7 @@ def test_what_no_rule_knows_ends_a_region(fuses: bool) -> None:
     check_results(backward)
 
 
-@pytest.mark.parametrize("more", [(), ((3, WORDS),)], ids=["fixed", "symbolic"])
+@pytest.mark.parametrize(("more", "fuses"), every_other(((), False), ((), True), (((3, WORDS),), True), (((3, WORDS),), False)))
 def test_equal_tiles_are_compiled_once(more: tuple[tuple[int, int], ...], fuses: bool) -> None:
     forward, backward = captured(Model(flat_loss), *more, fuses=fuses, batch=4)
     compiler = StageCompiler(codegen="eager", policy=FINE, fuses=fuses)
