@@ -71,7 +71,8 @@ class AddedGradients:
         # By graph, and by the memory of `.grad`: of the last pass. The same graph has the same results for all sizes.
         self._sums: dict[Hashable, dict[TensorView, _Sum]] = defaultdict(dict)
         self._forwards: Any = WeakTensorKeyDictionary()  # graphs that used the parameter since its last backward pass
-        self._needed = False  # whether passes have added up so far: only then is anything noted
+        # Whether passes have added up so far. Only then is anything noted, but where autograd would need all of them at once.
+        self._needed = pager.device.asynchronous and pager.has_drives
 
     def interleaved(self, program: Program, arguments: Sequence[Any]) -> InterleavedStages | None:
         """Return what takes part in a run of `program` that is about to begin; None if there is nothing to add or to learn."""

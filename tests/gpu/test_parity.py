@@ -43,6 +43,7 @@ MASTERS = Case(name="adam over masters, bf16", model=Perceptron, optimizers=one_
 DROPOUT = Case(name="dropout", model=lambda scale: Transformer(scale, dropout=0.1), optimizers=one_adam)
 ACCUMULATED = Case(name="accumulated and clipped", model=Perceptron, accumulate=2, clip=True)
 ODD = Case(name="odd weights, two optimizers, evaluated", model=Odd, optimizers=two_optimizers, evaluate=True)
+ADDED = Case(name="accumulated", model=Perceptron, accumulate=2)
 READ = Case(name="read between graphs", model=ReadBetween)
 INDUCTOR = Case(name="inductor", model=Transformer, codegen="inductor")
 INDUCTOR_BF16 = Case(name="inductor bf16", model=Perceptron, codegen="inductor", dtype=torch.bfloat16, clip=True)
@@ -72,6 +73,7 @@ def tiers(name: str, peak_bytes: int, folder: Path) -> dict[str, Any]:
         pytest.param(ODD, "both", 0.7),
         pytest.param(INDUCTOR, "host", 0.5, marks=needs_triton),
         pytest.param(INDUCTOR_BF16, "host", 0.8, marks=needs_triton),
+        pytest.param(ADDED, "storage", 0.5),
         pytest.param(READ, "storage", 0.6, marks=pytest.mark.filterwarnings("ignore:The .grad attribute")),
     ],
 )
