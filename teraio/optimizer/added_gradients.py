@@ -218,15 +218,16 @@ class AutogradReads:
     def region_done(self, results: Sequence[Any]) -> None:
         read: list[Tensor] = []
         strides: dict[torch.Size, set[tuple[int, ...] | None]] = defaultdict(set)  # None: read, whatever its strides are
+        one_rank = rank_count() == 1
         for parameter, version in self._before:
             total = parameter.grad
-            alone = total is None and id(parameter) not in self._given and not has_hooks(parameter) and rank_count() == 1
+            alone = total is None and id(parameter) not in self._given and not has_hooks(parameter) and one_rank
             strides[parameter.shape].add(parameter.stride() if alone else None)
             if total is not None and total._version == version:  # else it was added in the graph
                 read.append(total)
         made = [value for value in results if isinstance(value, Tensor)]
         read += [value for value in made if strides.get(value.shape) != {value.stride()}]
-        earlier = [block for shape, block in self._returned if None in strides.get(shape, ())]
+        earlier = [block for shape, block in self._returned if None in strides.get(shape, ()) and not block.dead]
         blocks = _known((*self._pager.known_blocks(read), *earlier))
         self._given |= {id(parameter) for parameter, _ in self._before}
         self._returned += [(value.shape, block) for value in made if (block := self._pager.known_block(value)) is not None]
