@@ -150,7 +150,7 @@ class TrainingRun:
             broadcasts=UpdateBroadcasts(self._calls),
         )
         self._gradients: list[AddedGradients | AutogradReads] = [AddedGradients(self._pager, self._observer)]
-        if machine.device.asynchronous and self._pager.has_drives:
+        if self._pager.drives_are_out_of_reach:
             self._gradients.append(AutogradReads(self._pager, self._observer))
         self.background = BackgroundPlanner(options, machine, self._pager, start_job=parts.start_job, ranks=ranks)
         self._border = IterationBorder()

@@ -69,6 +69,11 @@ class Pager(Stages):
         """Whether there is a storage tier."""
         return any(tier.name == "storage" for tier in self._tiers)
 
+    @property
+    def drives_are_out_of_reach(self) -> bool:
+        """Whether user code and autograd cannot use what waits on drives. On the CPU they can."""
+        return self.has_drives and self.device.asynchronous
+
     # -- which blocks there are
 
     @property

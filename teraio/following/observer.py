@@ -55,8 +55,7 @@ class IterationObserver:
         position, first = region.first + len(region.stages), len(region.made)
         run.late = self._late()
         self.recorder.stage_ended(run, begin, end)
-        before = self.recorder.previous_region
-        if run.made and before is not None:
+        if run.made and (before := self.recorder.previous_region) is not None:
             known = before.made[first : first + len(run.made)]
             self._pager.record_uses({block: same.uses for block, same in zip(run.made, known, strict=False)})
         self._pager.advance_clock(zip((*run.read, *run.made), self._until_next_uses(run, next_uses, position), strict=False))

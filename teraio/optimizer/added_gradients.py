@@ -72,7 +72,7 @@ class AddedGradients:
         self._sums: dict[Hashable, dict[TensorView, _Sum]] = defaultdict(dict)
         self._forwards: Any = WeakTensorKeyDictionary()  # graphs that used the parameter since its last backward pass
         # Whether passes have added up so far. Only then is anything noted, but where autograd would need all of them at once.
-        self._needed = pager.device.asynchronous and pager.has_drives
+        self._needed = pager.drives_are_out_of_reach
 
     def interleaved(self, program: Program, arguments: Sequence[Any]) -> InterleavedStages | None:
         """Return what takes part in a run of `program` that is about to begin; None if there is nothing to add or to learn."""
@@ -216,7 +216,7 @@ class AutogradReads:
         """Nothing runs between stages."""
 
     def region_done(self, results: Sequence[Any]) -> None:
-        read: list[Tensor] = []
+        totals: list[Tensor] = []
         strides: dict[torch.Size, set[tuple[int, ...] | None]] = defaultdict(set)  # None: read, whatever its strides are
         one_rank = rank_count() == 1
         for parameter, version in self._before:
@@ -224,13 +224,14 @@ class AutogradReads:
             alone = total is None and id(parameter) not in self._given and not has_hooks(parameter) and one_rank
             strides[parameter.shape].add(parameter.stride() if alone else None)
             if total is not None and total._version == version:  # else it was added in the graph
-                read.append(total)
+                totals.append(total)
         made = [value for value in results if isinstance(value, Tensor)]
-        read += [value for value in made if strides.get(value.shape) != {value.stride()}]
+        known = list(zip(made, self._pager.known_blocks(made), strict=True))
+        read = (block for value, block in known if strides.get(value.shape) != {value.stride()})
         earlier = [block for shape, block in self._returned if None in strides.get(shape, ()) and not block.dead]
-        blocks = _known((*self._pager.known_blocks(read), *earlier))
+        blocks = _known((*self._pager.known_blocks(totals), *read, *earlier))
         self._given |= {id(parameter) for parameter, _ in self._before}
-        self._returned += [(value.shape, block) for value in made if (block := self._pager.known_block(value)) is not None]
+        self._returned += [(value.shape, block) for value, block in known if block is not None]
         self._before = []
         self._observer.recorder.region.read_next = blocks
         self._pager.bring_in_reach(blocks, "what autograd adds up or copies")
