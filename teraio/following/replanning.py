@@ -339,13 +339,11 @@ def _replay(trace: planner.Trace, plan: planner.Plan) -> planner.Timeline | None
 
 def _promise(old: planner.Plan, new: planner.Plan, trace: planner.Trace, replayed: planner.Timeline) -> planner.Plan:
     """Return the old plan with the promises of its replay. The lower bound is the new plan's: it holds for any plan."""
-    if old.predicted is None or new.predicted is None:
-        return old
-    predicted = old.predicted.model_copy(
+    predicted = old.replayed.model_copy(
         update={
             "iteration_seconds": replayed.iteration_seconds,
             "ideal_seconds": trace.ideal_seconds,
-            "lower_bound_seconds": new.predicted.lower_bound_seconds,
+            "lower_bound_seconds": new.replayed.lower_bound_seconds,
             "stall_seconds": replayed.stall_seconds,
             "recompute_seconds": sum(trace.recompute[each.group].duration_seconds for each in old.recompute),
         }

@@ -184,6 +184,7 @@ def on_meta() -> nn.Module:
 @pytest.mark.parametrize("make", [on_meta, Stack])
 def test_a_checkpoint_is_loaded_within_the_budget_and_trains(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     wanted, folder = saved(tmp_path)
+    header(folder, lambda described: described.setdefault("__metadata__", {"by": "a writer that does not align"}))
     with teraio.under_budget(**options(tmp_path)) as tiers:
         model = make()
         tiers.load(model, folder)
@@ -235,7 +236,7 @@ def test_from_pretrained_takes_files_as_they_are(dtype: torch.dtype, tmp_path: P
 
 def test_tied_weights_are_loaded_by_either_name_and_a_changed_mapping_is_copied(tmp_path: Path) -> None:
     weights = {"last.weight": torch.rand(1024, 1024), "other": torch.rand(1024, 1025)}
-    file = tmp_path / "model.safetensors"
+    file, made_before = tmp_path / "model.safetensors", weights["other"].clone()
     safetensors.torch.save_file(weights, file)
 
     class Tied(nn.Module):
@@ -252,8 +253,10 @@ def test_tied_weights_are_loaded_by_either_name_and_a_changed_mapping_is_copied(
         changed = safetensors.torch.load_file(file)["other"]
         changed[3] = 7
         model.changed = nn.Parameter(changed)
+        model.given = nn.Parameter(made_before)
     assert model.first.weight is model.last.weight and torch.equal(model.first.weight, weights["last.weight"])
-    assert torch.equal(model.other, weights["other"])
+    assert torch.equal(model.other, weights["other"]) and torch.equal(model.given, weights["other"])
+    assert [block.size_bytes for block in blocks()].count(made_before.nbytes) == 3, "all of them can move"
     assert model.changed[3, 0] == 7 and torch.equal(model.changed[4:], weights["other"][4:])
 
 
@@ -280,6 +283,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "lost": (lambda f: header(f, lambda h: h.pop("layers.2.weight")), "lacks layers.2.weight"),
     "header": (lambda f: header(f, lambda h: h["layers.2.weight"].pop("dtype")), "its header cannot be read"),
     "bytes": (lambda f: header(f, lambda h: h["layers.2.weight"].update(shape=[7])), r"is damaged: .* of shape \(7,\)"),
+    "other": (lambda f: [each.unlink() for each in f.iterdir() if "0" not in each.name], "has no layers.*the model needs it"),
     "two": (lambda f: (f / "model.safetensors.index.json").unlink(), "has 3 safetensors files and no"),
 }
 

@@ -79,6 +79,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("storage", ["/tmp", None], "found None, wanted a path"),
     ("storage", "/no/such/folder", "/no/such/folder is not a directory; create it first"),
     ("storage", ["/tmp", "/tmp/../tmp"], "a directory is given twice in /tmp, /tmp"),
+    ("storage", "/tmp/\0", "found '/tmp/\\x00': no file can have this name"),
     ("storage_budget", [1], f"found [1], {BYTES}"),
     ("storage_timeout", float("inf"), f"found inf, {SECONDS}"),
     ("storage_path", ["posix"], "found ['posix'], wanted 'auto', 'posix', 'buffered', 'kvikio' or 'staged'"),
@@ -123,6 +124,10 @@ def test_good_values(name: str, value: Any, expected: Any) -> None:
 def test_bad_values() -> None:
     for name, value, message in BAD:
         assert refusal({name: value}) == f"option {name}: {message}"
+    mode = "max-autotune-no-cudagraphs"
+    assert (
+        refusal({"codegen": "eager", "mode": mode}) == f"option mode: {mode!r} is for codegen='inductor'; leave out one of them"
+    )
 
 
 def test_storage_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,9 @@ def test_a_plan_that_is_no_better_is_not_taken(training: VirtualTraining, tmp_pa
     assert len(running.jobs.asked) == 1 and running.replans == 0 and running.predicted == pytest.approx(16.0)
     running.run(60)
     assert not running.drift.found and len(running.jobs.asked) == 1 and running.asked_for(6) == [6]
-    assert Plan.load(tmp_path / "plan.json").trace_fingerprint == running.jobs.asked[0].fingerprint
+    kept = Plan.load(tmp_path / "plan.json")
+    assert kept.trace_fingerprint == running.jobs.asked[0].fingerprint
+    assert kept.replayed.iteration_seconds == kept.replayed.ideal_seconds == pytest.approx(16.0)
 
 
 def test_a_solver_that_fails_changes_nothing(training: VirtualTraining, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -53,6 +53,8 @@ def test_a_counter_is_copied_from_the_device_once(state: Tensor) -> None:
         here += 1
         counters.update([(state, here)])
     assert state == 3 and OnDevice.copies == 1 and OnDevice.copies_back == 0
+    counters.update([(several := torch.zeros(2).as_subclass(OnDevice), torch.ones(2))])
+    assert several.eq(1).all() and OnDevice.copies_back == 1
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -87,7 +89,8 @@ def test_deterministic_algorithms_keep_updates_on_the_device() -> None:
     optimizer = torch.optim.AdamW([torch.zeros(4)])
     torch.use_deterministic_algorithms(True)
     try:
-        assert "deterministic" in (OptimizerFacts.of(optimizer).off_host_because or "")
+        facts = OptimizerFacts.of(optimizer)
+        assert "deterministic" in (facts.off_host_because or "") and HostUpdates(cast(Any, Knowing())).begin(facts, []) is None
     finally:
         torch.use_deterministic_algorithms(False)
     assert OptimizerFacts.of(optimizer).off_host_because is None
@@ -124,6 +127,8 @@ def test_states_that_are_still_to_come_are_made_on_the_device() -> None:
     assert not on_host(optimizer)
     optimizer.step()
     assert on_host(optimizer)
+    optimizer.state[parameter]["other"] = None  # type: ignore[assignment]
+    assert not on_host(optimizer), "an update may put something there"
     half = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     half.grad = torch.ones_like(half)
     keeper = keeping(torch.optim.SGD([half], lr=0.1))

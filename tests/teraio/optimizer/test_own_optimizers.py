@@ -82,6 +82,23 @@ class Counting(Lion):
         super().step.__wrapped__(self)  # type: ignore[attr-defined]
 
 
+class Wrapper(Optimizer):
+    """Around another optimizer, and never initialised itself, as some are."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.state, self.param_groups = (inner := Lion(parameters)).state, inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        raise NotImplementedError
+
+
+class Remembering(Lion):
+    """Keeps what it has seen last in an object of its own."""
+
+    def update(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor]) -> None:
+        self.seen = object()
+
+
 class Noisy(Lion):
     def update(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor]) -> None:
         parameter.add_(torch.randn_like(parameter), alpha=group["lr"])
@@ -151,6 +168,8 @@ def test_masters_are_kept_for_an_optimizer_with_a_promise() -> None:
         (Normed, "elements", "the update of one element depends on another one"),
         (Clipping, "parameters", "the update of one parameter depends on another one"),
         (Counting, "parameters", "its step changes the group's 'count'"),
+        (Wrapper, "parameters", "Wrapper.step has no hooks of torch.optim.Optimizer; derive the class from it"),
+        (Remembering, "parameters", "its step changes self.seen"),
         (Noisy, "elements", "depends on another one"),
         (Prepared, "elements", "a step with new parameters raises KeyError"),
     ],
