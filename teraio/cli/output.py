@@ -216,10 +216,8 @@ def rates(seconds: float | None, work: Data | None) -> dict[str, str]:
     return found
 
 
-def iteration_time(seconds: float | None, work: Data | None) -> str:
-    """Return "1.50 s", or "1.50 s, 5,461 tokens/s, 312 TFLOP/s, 31.5% MFU"; "" for None."""
-    if seconds is None:
-        return ""
+def iteration_time(seconds: float, work: Data | None) -> str:
+    """Return "1.50 s", or "1.50 s, 5,461 tokens/s, 312 TFLOP/s, 31.5% MFU"."""
     return ", ".join((format_seconds(seconds), *(f"{rate} {name}" for name, rate in rates(seconds, work).items())))
 
 

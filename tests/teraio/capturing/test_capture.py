@@ -309,6 +309,9 @@ def test_all_known_machines_are_whole(tmp_path: Path) -> None:
     ("what", "given", "error", "message"),
     [
         (trainings.reads_the_loss, {}, teraio.UnsupportedError, "depends on the values of tensors"),
+        (trainings.reads_what_is_drawn, {}, teraio.UnsupportedError, "depends on the values of tensors"),
+        (trainings.compiles_with_two_options, {}, teraio.UnsupportedError, "compiles models with different options"),
+        (trainings.compiles_and_never_updates, {}, teraio.UnsupportedError, "no trace yet: it waits for"),
         (trainings.compiles_nothing, {}, teraio.UnsupportedError, 'no trace yet: nothing was compiled with backend="teraio"'),
         (nn.Linear(2, 2), {}, teraio.OptionsError, "a model was given without inputs"),
         (nn.Linear(2, 2), {"inputs": (torch.zeros(2, 2),)}, teraio.OptionsError, "neither a loss nor something with a loss"),

@@ -118,6 +118,25 @@ def reads_the_loss() -> Callable[[], object]:
     return step
 
 
+def reads_what_is_drawn() -> Callable[[], object]:
+    rates = torch.linspace(0, 1, 3)
+    last = rates[2:]
+    assert last.item() == 1.0, "this is known"
+    rates.mul_(torch.rand(3))
+    assert last.item() < 1.0, "this is not"
+    return nn.Linear(1, 1)
+
+
+def compiles_with_two_options() -> Callable[[], object]:
+    models = [torch.compile(nn.Linear(4, 4), backend="teraio", options={"recompute": each}) for each in ("auto", "off")]
+    return lambda: [model(torch.ones(2, 4)).sum().backward() for model in models]
+
+
+def compiles_and_never_updates() -> Callable[[], object]:
+    model = torch.compile(nn.Linear(4, 4), backend="teraio")
+    return lambda: model(torch.ones(2, 4)).sum().backward()
+
+
 def compiles_nothing() -> Callable[[], object]:
     model = nn.Linear(4, 4)
     return stepping(lambda: model(torch.ones(2, 4)).sum().backward(), torch.optim.SGD(model.parameters(), lr=0.1))

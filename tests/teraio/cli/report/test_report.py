@@ -216,6 +216,25 @@ def test_the_timeline_for_perfetto(chain: Path, report: Report, tmp_path: Path) 
     assert ways == {("compute", "device->storage"), ("device->storage", "storage->device"), ("storage->device", "compute")}
 
 
+def test_updates_on_the_host_have_a_lane_and_a_terminal_is_told_what_takes_long(
+    run: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    plan, out = planned(tmp_path, "host_update", 40), tmp_path / "timeline.json"
+    done = run("report", plan, "--trace", file_of("host_update"), "--perfetto", out)
+    assert done.code == 0 and "writing" in done.err
+    updates = [event for event in json.loads(out.read_text())["traceEvents"] if event.get("cat") == "update"]
+    replayed = planner.simulate(hand("host_update"), Plan.load(plan)).updates
+    assert updates and [each["dur"] for each in updates] == [1e6 * (each.end_seconds - each.start_seconds) for each in replayed]
+
+
+def test_a_plan_that_was_written_by_hand_promises_nothing(chain: Path, report: Report, tmp_path: Path) -> None:
+    chain.write_text(json.dumps({**json.loads(chain.read_text()), "predicted": None}))
+    report(chain, "--trace", CHAIN_FILE, "-o", tmp_path / "report.html", "--points", 0)
+    page = Page((tmp_path / "report.html").read_text())
+    assert page.texts["dt"][:2] == ["device budget", "moves"] and "an iteration (predicted)" not in str(page.texts)
+
+
 def test_a_picture(chain: Path, report: Report, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
     report(chain, "--trace", CHAIN_FILE, "--png", tmp_path / "a.png")
