@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from planner.errors import StorageError, StorageFullError, StorageIOError
 from runtime.device import CpuDevice
-from runtime.paging import Block, Pager, State
+from runtime.paging import Block, NullMover, Pager, State, Tier, slot_of, span_of, storage_of
 
 from ..memory_mover import UNIT, Bench, QueueingMover, evicted, io_error
 
@@ -78,6 +79,19 @@ def test_no_mover_and_no_room() -> None:
     pager.enter_region()
     with pytest.raises(StorageError, match="set the option storage to a directory"):
         pager.acquire([], 5 * UNIT, "big")
+
+
+def test_what_has_no_place_to_go_to_or_to_be_says_so() -> None:
+    mover: Any = NullMover()
+    block = Block(held=torch.UntypedStorage(8), name="block", kind="activation", user_visible=False, span=None)  # nobody holds it
+    for name, count in {"begin_in_file": 2, "copy_out": 3, "copy_in": 2, "release": 1, "install": 1}.items():
+        with pytest.raises(StorageError, match="there is nowhere to move blocks to"):
+            getattr(mover, name)(*[block] * count)
+    with pytest.raises(StorageError, match="there is nowhere to move blocks to"):
+        mover.copy_range(block, 0, torch.empty(8), to_slot=True)
+    for wanted in (span_of, slot_of, storage_of, mover.tiers.of, Tier(name="host", store=mover, engine=None).threads):
+        with pytest.raises(StorageError, match="this is a bug in teraio, please report it"):
+            wanted(*[block] * (wanted.__name__ != "threads"))
 
 
 def test_memory_that_is_kept_for_reuse_counts_as_well() -> None:
