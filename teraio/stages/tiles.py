@@ -254,10 +254,8 @@ class _Region:
 
 def _region(product: Node, inside: Collection[Node]) -> _Region | None:
     """Return the region that begins with `product`, among the operators `inside`; None if it cannot be divided by rows."""
-    shape = shape_of(product)
-    if shape is None:
-        return None
-    spread = _Spread(shape[0], least=_elements(product) / 2)
+    rows = sizes_of(product.meta["val"])[0]
+    spread = _Spread(rows, least=_elements(product) / 2)
     members = {product}
     count = 0
     while count != len(members):
@@ -275,7 +273,7 @@ def _region(product: Node, inside: Collection[Node]) -> _Region | None:
         members |= _between(members, inside)
         members |= {user for node in members if node not in spread.where for user in node.users if ops.is_getitem(user)}
     ordered = {node: spread.parts.get(node) for node in product.graph.nodes if node in members}
-    region = _Region(product, shape[0], inside, ordered, spread.where, [node for node in ordered if spread.is_large(node)])
+    region = _Region(product, rows, inside, ordered, spread.where, [node for node in ordered if spread.is_large(node)])
     return region if region.is_whole else None
 
 

@@ -6,14 +6,16 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
 
-from planner.errors import UnsupportedError
+from planner.errors import StorageError, UnsupportedError
 from runtime.system import storage_swap
 from teraio.capturing import MachineDescription
+from teraio.cli import doctor
 from teraio.cli.doctor import Examination, Finding, examine
 
 from ...runtime.memory import refuse_direct_io
@@ -44,6 +46,15 @@ def test_a_missing_directory_and_an_unknown_device(run: RunCommand, tmp_path: Pa
     (finding,) = (each for each in json.loads(done.out)["findings"] if each["what"].startswith("storage"))
     assert finding["verdict"] == "missing" and finding["remedy"] == f"mkdir -p {tmp_path / 'none'}"
     assert "wanted cpu or cuda" in run("doctor", "--device", "abacus").err
+
+
+def test_a_drive_that_is_fast_and_one_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_SLOW", 0.0)
+    speed = named(examine([tmp_path], CPU), f"storage {tmp_path}")[0]
+    assert speed.verdict == ("slow" if "'buffered'" in speed.found else "ok")
+    monkeypatch.setattr(doctor, "choose_path", Mock(side_effect=StorageError("no path leads there")))
+    missing = named(examine([tmp_path], CPU), f"storage {tmp_path}")[0]
+    assert (missing.verdict, missing.found) == ("missing", "no path leads there")
 
 
 def test_without_a_compiler_or_the_gpu_of_its_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,9 @@ def test_what_cannot_be_pinned_is_out_of_reach_of_kernels(cuda: FakeCuda) -> Non
                 with teraio.on_device([parameter]):
                     parameter.detach().sum()
                 seen.append(block)
+        if step == 1:
+            parked = teraio.park()
+            assert parked.left_bytes > 0 and "parameter" not in parked.staying_bytes
 
     wanted, peak = reference(PLAIN)
     found = train(PLAIN, {"memory_budget": int(0.7 * peak), "host_budget": 4 * peak}, device=CPU, scale=SCALE, between=between)

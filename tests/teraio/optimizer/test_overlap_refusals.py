@@ -219,7 +219,7 @@ def test_sparse_gradients(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("chosen", [False, True])
 def test_with_the_option_optimizer_off(chosen: bool, caplog: pytest.LogCaptureFixture) -> None:
     def step(run: Run, x: Tensor, index: int) -> None:
-        if index == 0 and chosen:
+        if index == 1 and chosen:
             teraio.manage_optimizer(run.optimizer)
         one_update(run, x, index)
 

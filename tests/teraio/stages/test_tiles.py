@@ -235,6 +235,9 @@ def test_what_would_mix_rows_has_no_part() -> None:
             y.view(3, 8),
             y.mean(0),
             y.amax(0),
+            functional.pad(y, [0, 0, 1, -1]),
+            y.view(torch.int32),
+            y.gather(0, torch.zeros(1, 4, dtype=torch.long)),
         )
 
     x = torch.randn(4, 6)
