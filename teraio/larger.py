@@ -3,7 +3,8 @@
 [Note: Operators under the budget]
 The training run exists before the model. Each operator that user code calls in this thread is treated as a stage: the blocks that
 it reads come to the device first, room is made for its results, and what it writes has no valid copy any more. Large results
-become blocks, which leave when others need the room. Nothing else changes: operators run in the order in which they would have
+become blocks, which leave when others need the room. An operator over lists, such as those that clip gradients, treats a few
+of their tensors at a time. Nothing else changes: operators run in the order in which they would have
 run, so a model is initialised with the same random numbers.
 
 [Note: Tensors that are files]
@@ -19,6 +20,7 @@ import contextlib
 import json
 import math
 import struct
+import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +43,8 @@ from runtime.paging import PLAIN
 from teraio.options import Options
 from teraio.registry import Registry
 from teraio.stages import by_name, written_names
+
+_SHARE = 8  # of the budget: what an operator over lists works on at once
 
 
 class UnderBudget:
@@ -162,35 +166,54 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._operators = operators
         self._device = device
+        self._most_bytes = (operators.pager.account.budget_bytes or sys.maxsize) // _SHARE
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        given = by_name(func, args, kwargs or {})
         if func.is_view:  # touches no byte
-            return func(*args, **kwargs)
-        given = by_name(func, args, kwargs)
+            return func(*args, **(kwargs or {}))
+        if "_foreach_" not in str(func):
+            return self._run(func, given)
+        results = [self._run(func, group) for group in _groups(given, self._most_bytes)]
+        return None if results[0] is None else [each for group in results for each in group]
+
+    def _run(self, func: OpOverload, given: Mapping[str, Any]) -> Any:
         return self._operators.run(
-            lambda: func(*args, **kwargs),
+            lambda: func(**given),
             name=str(func),
             reads=_tensors(given),
             writes=_tensors([given.get(name) for name in written_names(func)]),
-            new_bytes=_result_bytes(func, args, kwargs, self._device),
+            new_bytes=_result_bytes(func, given, self._device),
         )
+
+
+def _groups(given: Mapping[str, Any], most_bytes: int) -> Iterator[dict[str, Any]]:
+    """Cut the arguments of an operator that treats the tensors of its lists one by one: each group has one, or `most_bytes`."""
+    lists = {name: value for name, value in given.items() if isinstance(value, (list, tuple)) or name == "scalars"}
+    begin = size_bytes = 0
+    for number, tensors in enumerate(zip(*lists.values(), strict=True)):
+        added = sum(each.nbytes for each in tensors if isinstance(each, Tensor))
+        if begin < number and size_bytes + added > most_bytes:
+            yield {**given, **{name: value[begin:number] for name, value in lists.items()}}
+            begin, size_bytes = number, 0
+        size_bytes += added
+    yield {**given, **{name: value[begin:] for name, value in lists.items()}}
 
 
 def _tensors(arguments: Any) -> list[Tensor]:
     return [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
 
 
-def _result_bytes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> int:
+def _result_bytes(func: OpOverload, arguments: Mapping[str, Any], device: torch.device) -> int:
     """Return the bytes of the operator's results on the device, found by running it on tensors without memory.
 
     0 for an operator that cannot run there: its results count when they are there, and then others leave.
     """
     if all(each.alias_info is not None for each in func._schema.returns):
         return 0  # it writes to what is there
-    given = kwargs.get("device")
+    given = arguments.get("device")
     if given is not None and torch.device(given).type != device.type:
         return 0
 
@@ -203,8 +226,7 @@ def _result_bytes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
 
     replaced = {"generator": None, "device": torch.device("meta"), "pin_memory": False}
     try:
-        settings = {name: replaced.get(name, value) for name, value in tree_map(without_memory, dict(kwargs)).items()}
-        results = func(*tree_map(without_memory, tuple(args)), **settings)
+        results = func(**{name: replaced.get(name, value) for name, value in tree_map(without_memory, dict(arguments)).items()})
     except (NotImplementedError, RuntimeError, TypeError):
         return 0
     return sum(each.untyped_storage().nbytes() for each in _tensors(results))

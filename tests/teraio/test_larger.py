@@ -152,6 +152,23 @@ def test_a_model_that_was_made_within_the_budget_trains_by_a_plan_with_the_same_
     assert losses == train(twin) and same(model, twin)
 
 
+def test_gradients_are_clipped_within_the_budget(tmp_path: Path) -> None:
+    """PyTorch computes their norms, and scales them, by one operator each over the list of all, which does not fit."""
+    model, twin = teraio.compile(plain(Stack), **options(tmp_path)), plain(Stack)
+    norms = []
+    for each in (model, twin):
+        optimizer = torch.optim.AdamW(each.parameters())
+        for step in range(4):
+            torch.manual_seed(step)
+            each(torch.randn(64, 1024)).square().mean().backward()
+            with teraio.under_budget(**options(tmp_path)):
+                norms.append(nn.utils.clip_grad_norm_(each.parameters(), 1e-3).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert norms[:4] == norms[4:] and min(norms) > 1e-3 and same(model, twin)
+    check_budget()
+
+
 # -- checkpoints
 
 
