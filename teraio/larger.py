@@ -1,12 +1,5 @@
 """Models that fit nowhere: within `teraio.under_budget(...)`, what makes, loads and looks at a model keeps the budget.
 
-[Note: Operators under the budget]
-The training run exists before the model. Each operator that user code calls in this thread is treated as a stage: the blocks that
-it reads come to the device first, room is made for its results, and what it writes has no valid copy any more. Large results
-become blocks, which leave when others need the room. An operator over lists, such as those that clip gradients, treats a few
-of their tensors at a time. Nothing else changes: operators run in the order in which they would have
-run, so a model is initialised with the same random numbers.
-
 [Note: Tensors that are files]
 safetensors maps its files, so a tensor that it returns is memory of the file. When a module takes such a tensor for a parameter,
 the file becomes the first copy of a block that is away: nothing is read until the block is needed, and nothing is written until
@@ -20,20 +13,16 @@ import contextlib
 import json
 import math
 import struct
-import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.errors import CheckpointError, OptionsError, UnsupportedError
 from runtime.cpu import unchanged_since_mapped
@@ -42,17 +31,14 @@ from runtime.execution import OperatorRunner
 from runtime.paging import PLAIN
 from teraio.options import Options
 from teraio.registry import Registry
-from teraio.stages import by_name, written_names
-
-_SHARE = 8  # of the budget: what an operator over lists works on at once
+from teraio.stages import OperatorsUnderBudget
 
 
 class UnderBudget:
     """What `teraio.under_budget` gives: loads checkpoints into the tiers."""
 
-    def __init__(self, operators: OperatorRunner, device: torch.device) -> None:
-        self._operators = operators
-        self._device = device
+    def __init__(self, operators: OperatorRunner) -> None:
+        self._operators, self._device = operators, operators.device
         self._thread = threading.get_ident()
 
     def load(self, model: torch.nn.Module, path: str | PathLike[str]) -> None:
@@ -123,11 +109,11 @@ def under_budget(registry: Registry, options: Options, device: torch.device | st
     if not operators.pager.can_move:
         registry.forget_unused()
         raise OptionsError("under_budget: there is no lower tier; give storage (directories on drives), host_budget or both")
-    taking = UnderBudget(operators, place)
+    taking = UnderBudget(operators)
     with contextlib.ExitStack() as removing:
         removing.callback(register_module_parameter_registration_hook(taking.registered).remove)
         removing.callback(register_module_buffer_registration_hook(taking.registered).remove)
-        removing.enter_context(_Operators(operators, place))
+        removing.enter_context(OperatorsUnderBudget(operators))
         yield taking
 
 
@@ -157,79 +143,6 @@ def _mapped(saved: SavedTensor) -> Tensor:
     if saved.offset_bytes % saved.dtype.itemsize:  # older writers do not align
         content = content.clone()
     return content.view(saved.dtype).view(saved.shape)
-
-
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs each operator of this thread under the budget, see [Note: Operators under the budget]."""
-
-    def __init__(self, operators: OperatorRunner, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._operators = operators
-        self._device = device
-        self._most_bytes = (operators.pager.account.budget_bytes or sys.maxsize) // _SHARE
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = by_name(func, args, kwargs or {})
-        if func.is_view:  # touches no byte
-            return func(*args, **(kwargs or {}))
-        if "_foreach_" not in str(func):
-            return self._run(func, given)
-        results = [self._run(func, group) for group in _groups(given, self._most_bytes)]
-        return None if results[0] is None else [each for group in results for each in group]
-
-    def _run(self, func: OpOverload, given: Mapping[str, Any]) -> Any:
-        return self._operators.run(
-            lambda: func(**given),
-            name=str(func),
-            reads=_tensors(given),
-            writes=_tensors([given.get(name) for name in written_names(func)]),
-            new_bytes=_result_bytes(func, given, self._device),
-        )
-
-
-def _groups(given: Mapping[str, Any], most_bytes: int) -> Iterator[dict[str, Any]]:
-    """Cut the arguments of an operator that treats the tensors of its lists one by one: each group has one, or `most_bytes`."""
-    lists = {name: value for name, value in given.items() if isinstance(value, (list, tuple)) or name == "scalars"}
-    begin = size_bytes = 0
-    for number, tensors in enumerate(zip(*lists.values(), strict=True)):
-        added = sum(each.nbytes for each in tensors if isinstance(each, Tensor))
-        if begin < number and size_bytes + added > most_bytes:
-            yield {**given, **{name: value[begin:number] for name, value in lists.items()}}
-            begin, size_bytes = number, 0
-        size_bytes += added
-    yield {**given, **{name: value[begin:] for name, value in lists.items()}}
-
-
-def _tensors(arguments: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
-
-
-def _result_bytes(func: OpOverload, arguments: Mapping[str, Any], device: torch.device) -> int:
-    """Return the bytes of the operator's results on the device, found by running it on tensors without memory.
-
-    0 for an operator that cannot run there: its results count when they are there, and then others leave.
-    """
-    if all(each.alias_info is not None for each in func._schema.returns):
-        return 0  # it writes to what is there
-    given = arguments.get("device")
-    if given is not None and torch.device(given).type != device.type:
-        return 0
-
-    def without_memory(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if type(value) not in PLAIN or value.layout is not torch.strided:
-            raise NotImplementedError
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-    replaced = {"generator": None, "device": torch.device("meta"), "pin_memory": False}
-    try:
-        results = func(**{name: replaced.get(name, value) for name, value in tree_map(without_memory, dict(arguments)).items()})
-    except (NotImplementedError, RuntimeError, TypeError):
-        return 0
-    return sum(each.untyped_storage().nbytes() for each in _tensors(results))
 
 
 def _file_behind(tensor: Tensor) -> tuple[Path, int] | None:

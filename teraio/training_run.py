@@ -32,7 +32,7 @@ from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext
 from teraio.planning import BackgroundPlanner, PlanCache, PlanningJob, StartJob, WarmStart
 from teraio.profiling import Iteration, IterationBorder
 from teraio.ranks import RankGroup
-from teraio.stages import Codegen, CutPolicy, SpeedOf, StageCompiler, speed_of
+from teraio.stages import Codegen, CutPolicy, SpeedOf, StageCompiler, clip_under_budget, speed_of
 from teraio.watching import History, IterationStats, LargestSizes, PeakWatch, Status
 
 logger = logging.getLogger("teraio")
@@ -152,6 +152,7 @@ class TrainingRun:
         self._gradients: list[AddedGradients | AutogradReads] = [AddedGradients(self._pager, self._observer)]
         if self._pager.drives_are_out_of_reach:
             self._gradients.append(AutogradReads(self._pager, self._observer))
+            clip_under_budget(self.operators)
         self.background = BackgroundPlanner(options, machine, self._pager, start_job=parts.start_job, ranks=ranks)
         self._border = IterationBorder()
         # Peaks can be watched where there is a budget, and where memory is measured in every run.

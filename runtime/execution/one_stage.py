@@ -182,7 +182,7 @@ class OperatorRunner:
 
     def __init__(self, pager: Pager, device: torch.device) -> None:
         self.pager = pager
-        self._device = device
+        self.device = device
 
     def run(
         self,
@@ -239,4 +239,4 @@ class OperatorRunner:
             return False
         storage = holder_of(value).untyped_storage()
         # What is not resizable is lent, by a mapped file or by NumPy: it takes no memory of the device, and cannot leave.
-        return storage.device == self._device and storage.nbytes() >= MIN_MOVED_BYTES and storage.resizable()
+        return storage.device == self.device and storage.nbytes() >= MIN_MOVED_BYTES and storage.resizable()

@@ -6,3 +6,4 @@ from teraio.stages.cost import Kernel, Speed, SpeedOf, gpu_speed, kernels_of, op
 from teraio.stages.cut import CutPolicy
 from teraio.stages.operators import base_name, by_name, sizes_are_promised, written_names
 from teraio.stages.split import workspace_bytes
+from teraio.stages.under_budget import OperatorsUnderBudget, clip_under_budget

@@ -42,6 +42,7 @@ ADAM_BF16 = Case(name="adam bf16", model=Perceptron, optimizers=one_adam, dtype=
 MASTERS = Case(name="adam over masters, bf16", model=Perceptron, optimizers=one_adam_over_masters, dtype=torch.bfloat16)
 DROPOUT = Case(name="dropout", model=lambda scale: Transformer(scale, dropout=0.1), optimizers=one_adam)
 ACCUMULATED = Case(name="accumulated and clipped", model=Perceptron, accumulate=2, clip=True)
+SCALED = Case(name="scaled and clipped", model=Perceptron, accumulate=2, clip=True, scaled=True)
 ODD = Case(name="odd weights, two optimizers, evaluated", model=Odd, optimizers=two_optimizers, evaluate=True)
 ADDED = Case(name="accumulated", model=Perceptron, accumulate=2)
 READ = Case(name="read between graphs", model=ReadBetween)
@@ -75,6 +76,7 @@ def tiers(name: str, peak_bytes: int, folder: Path) -> dict[str, Any]:
         pytest.param(INDUCTOR_BF16, "host", 0.8, marks=needs_triton),
         pytest.param(ADDED, "storage", 0.5),
         pytest.param(READ, "storage", 0.6, marks=pytest.mark.filterwarnings("ignore:The .grad attribute")),
+        pytest.param(SCALED, "storage", 0.5),
     ],
 )
 def test_the_same_bits_within_the_budget(tmp_path: Path, case: Case, tier: str, share: float) -> None:

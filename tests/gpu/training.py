@@ -195,7 +195,10 @@ _OPTIONS = {"profile_iterations": 1, "host_updates": False, "tiles": "off"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model and how it is trained. clip: clip the norm of the gradients. evaluate: a pass without gradients after each step."""
+    """A model and how it is trained. clip: clip the norm of the gradients. scaled: by a GradScaler.
+
+    evaluate: a pass without gradients after each step.
+    """
 
     name: str
     model: Callable[[Scale], nn.Module]
@@ -204,6 +207,7 @@ class Case:
     codegen: str = "eager"
     accumulate: int = 1
     clip: bool = False
+    scaled: bool = False
     evaluate: bool = False
 
     def __str__(self) -> str:
@@ -262,7 +266,7 @@ def train(
         return module
 
     training = begin(make_model, case.optimizers, {"codegen": case.codegen, **_OPTIONS, **options})
-    module, losses = training.module, []
+    module, losses, scaler = training.module, [], torch.amp.GradScaler(device.type, enabled=case.scaled)
 
     def take(batches: list[Tensor], step: int) -> None:
         if counter is not None and step == steps - _PLANNED_STEPS:
@@ -271,13 +275,16 @@ def train(
             optimizer.zero_grad()
         for indices in batches[: case.accumulate]:
             loss = _loss(training.model, indices.to(device))
-            loss.backward()
+            scaler.scale(loss).backward()
             backward_done(module)
             losses.append(loss.detach().clone())
         if case.clip:
+            for optimizer in training.optimizers:
+                scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
         for optimizer in training.optimizers:
-            optimizer.step()
+            scaler.step(optimizer)
+        scaler.update()
         if case.evaluate:
             with torch.no_grad():
                 losses.append(_loss(training.model, batches[-1].to(device)).clone())
