@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.errors import SolverError
-from planner.ilp.formulation import CoarseProgram, Resolution, coarse_program
+from planner.ilp.formulation import Resolution, coarse_program
 from planner.ilp.model import CoarseModel
 from planner.lp import solve_program
 from planner.problem import Problem, RerunPlaces, SolverSettings, host_bytes, needed_again, out_of_time
@@ -80,10 +80,10 @@ def coarse_solutions(
     short = problem.stage_count <= MAX_INTEGER_STAGES
     with contextlib.suppress(SolverError):
         if short and reserve_bytes is None:
-            built = coarse_program(
+            model = coarse_program(
                 problem, _resolution(problem), subgroups, write_weight=settings.write_weight, apart=True, decided=decided
             )
-            whole = solve(built, relaxed=False, vertex=True, settings=settings, max_nodes=_MAX_NODES)
+            whole = solve(model, relaxed=False, vertex=True, settings=settings, max_nodes=_MAX_NODES)
             yield whole
             if whole.report.status == "optimal":
                 return
@@ -134,13 +134,13 @@ def _refined(
     for reserve in (reserve_bytes,) if reserve_bytes is not None else dict.fromkeys((0, room_bytes(problem))):
         if reserve and integer and out_of_time():
             return
-        built = coarse_program(
+        model = coarse_program(
             problem, _resolution(problem), subgroups, write_weight=settings.write_weight, decided=True, reserve_bytes=reserve
         )
-        relaxed = replace(_relaxed(problem, built, settings, vertex=True), reserve_bytes=reserve)
+        relaxed = replace(_relaxed(problem, model, settings, vertex=True), reserve_bytes=reserve)
         yield relaxed if rough is None else _with_time_of(rough, relaxed)
         if integer and MAX_INTEGER_STAGES < problem.stage_count <= MANY_STAGES and not out_of_time():
-            yield replace(_complete(built, relaxed, settings), reserve_bytes=reserve)
+            yield replace(_complete(model, relaxed, settings), reserve_bytes=reserve)
 
 
 def _resolution(problem: Problem) -> Resolution:
@@ -152,15 +152,15 @@ def _rough(problem: Problem, settings: SolverSettings, subgroups: Sequence[Subgr
     """Solve the relaxed program at a low resolution. subgroups: those that may update on the host, or (decided) that do."""
     fine = len(problem.routes) == 1 and problem.stage_count <= _LESS_ROUGH_STAGES
     resolution = _LESS_ROUGH if fine else _ROUGH
-    built = coarse_program(problem, resolution, subgroups, write_weight=settings.write_weight, decided=decided)
-    return _relaxed(problem, built, settings, vertex=False)
+    model = coarse_program(problem, resolution, subgroups, write_weight=settings.write_weight, decided=decided)
+    return _relaxed(problem, model, settings, vertex=False)
 
 
-def _relaxed(problem: Problem, built: CoarseProgram, settings: SolverSettings, *, vertex: bool) -> CoarseSolution:
+def _relaxed(problem: Problem, model: CoarseModel, settings: SolverSettings, *, vertex: bool) -> CoarseSolution:
     """Solve the relaxed program, once for each problem: a plan is drafted first, and then made well."""
-    key = (built.asked, vertex)
+    key = (model.asked, vertex)
     if key not in problem.memo:
-        problem.memo[key] = solve(built, relaxed=True, vertex=vertex, settings=settings)
+        problem.memo[key] = solve(model, relaxed=True, vertex=vertex, settings=settings)
     found: CoarseSolution = problem.memo[key]
     return found
 
@@ -179,10 +179,9 @@ def rerun_shares(
         if out_of_time():
             break
         updates = problem.may_update_on_host
-        built = coarse_program(
+        model = coarse_program(
             problem, resolution, updates, write_weight=settings.write_weight, places=places, reserve_bytes=reserve_bytes
         )
-        model = built.model
         solved = solve_program(model.program, settings, linear=True, vertex=False)
         if not solved.optimal:
             raise SolverError(f"HiGHS did not solve the program for re-runs in {settings.time_limit_seconds} s")
@@ -225,7 +224,7 @@ def _with_time_of(first: CoarseSolution, second: CoarseSolution) -> CoarseSoluti
 
 
 def solve(
-    built: CoarseProgram, *, relaxed: bool, vertex: bool, settings: SolverSettings, max_nodes: int | None = None
+    model: CoarseModel, *, relaxed: bool, vertex: bool, settings: SolverSettings, max_nodes: int | None = None
 ) -> CoarseSolution:
     """Solve a coarse program.
 
@@ -235,40 +234,39 @@ def solve(
     Waits for about the time limit at most. The objective includes the ideal iteration time. The report is in seconds. Raises
     SolverError when the solver fails, or when the limit passes with no solution.
     """
-    model = built.model
     began = time.perf_counter()
     solved = solve_program(model.program, settings, linear=relaxed, vertex=vertex, max_nodes=max_nodes)
     seconds = time.perf_counter() - began
     if not solved.values:
         raise SolverError(f"HiGHS found no solution in {settings.time_limit_seconds} s; give a longer solver_time_limit")
-    objective = max(solved.objective * built.unit_seconds, 0.0)
+    objective = max(solved.objective * model.unit_seconds, 0.0)
     proved = solved.objective if relaxed else solved.bound
-    bound = None if proved is None else proved * built.unit_seconds
+    bound = None if proved is None else proved * model.unit_seconds
     report = SolverReport(
         name="HiGHS",
         status="optimal" if solved.optimal and not relaxed else "feasible",
         objective_seconds=None if relaxed else objective,
         bound_seconds=None if bound is None else max(bound, 0.0) if relaxed else bound,
         gap=None if relaxed or bound is None else max(0.0, (objective - bound) / max(abs(objective), 1e-12)),
-        build_seconds=built.build_seconds,
+        build_seconds=model.build_seconds,
         solve_seconds=seconds,
     )
     tiers, on_host = _chosen_tiers(model, solved.values), _on_host(model, solved.values)
     return CoarseSolution(tiers=tiers, on_host=on_host, report=report, values=solved.values)
 
 
-def _complete(built: CoarseProgram, relaxed: CoarseSolution, settings: SolverSettings) -> CoarseSolution:
+def _complete(model: CoarseModel, relaxed: CoarseSolution, settings: SolverSettings) -> CoarseSolution:
     """Solve the integer program in which all that is whole in a relaxed solution stays as it is. Changes the program.
 
     The bound in the report is the relaxed program's. Raises SolverError where no solution is found.
     """
-    program = built.model.program
+    program = model.program
     # Few choices are left, so that this is possible for long iterations.
-    for entry in built.model.periods:
+    for entry in model.periods:
         value = relaxed.values[entry.chosen]
         program.lower[entry.chosen] = float(value > 1 - _ROUNDING)
         program.upper[entry.chosen] = float(value > _ROUNDING)
-    whole = solve(built, relaxed=False, vertex=False, settings=settings, max_nodes=_MAX_NODES_COMPLETING)
+    whole = solve(model, relaxed=False, vertex=False, settings=settings, max_nodes=_MAX_NODES_COMPLETING)
     bound, objective = relaxed.report.bound_seconds, whole.report.objective_seconds
     assert bound is not None and objective is not None  # the one was relaxed, the other not
     changed = {"status": "feasible", "bound_seconds": bound, "gap": max(0.0, (objective - bound) / max(objective, 1e-12))}

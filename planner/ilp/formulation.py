@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -50,19 +50,6 @@ class Resolution:
     classes_at_peak: int = 300
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoarseProgram:
-    """A program with what its solution is read by. It counts time in `unit_seconds`. `build_seconds`: what building it took.
-
-    `asked`: what it was built from, besides the problem.
-    """
-
-    model: CoarseModel
-    asked: Hashable
-    unit_seconds: float
-    build_seconds: float
-
-
 def coarse_program(
     problem: Problem,
     resolution: Resolution,
@@ -73,7 +60,7 @@ def coarse_program(
     decided: bool = False,
     places: RerunPlaces | None = None,
     reserve_bytes: int = 0,
-) -> CoarseProgram:
+) -> CoarseModel:
     """Build a program. subgroups: those that may update on the host, or (decided) that do. places: groups that may run again.
 
     apart: keep like subgroups apart; otherwise they are one class, whose h is any share.
@@ -86,6 +73,8 @@ def coarse_program(
     model = CoarseModel(
         problem=scaled,
         program=program,
+        asked=(resolution, tuple(each.id for each in subgroups), write_weight, apart, decided, places is None, reserve_bytes),
+        unit_seconds=unit,
         segments=tuple(replace(segment, seconds=segment.seconds / unit) for segment in segments),
         stall=[program.variable(inf) for _ in segments],
         leaving=[program.variable(inf) for _ in segments],
@@ -121,9 +110,8 @@ def coarse_program(
         model.add_time_limit(f"shared {number}")
     add_updates(model)
     add_rerun_reads(model)
-    given = tuple(subgroup.id for subgroup in subgroups)
-    asked = (resolution, given, write_weight, apart, decided, places is None, reserve_bytes)
-    return CoarseProgram(model=model, asked=asked, unit_seconds=unit, build_seconds=time.perf_counter() - began)
+    model.build_seconds = time.perf_counter() - began
+    return model
 
 
 def _variables(program: Program, block_class: BlockClass, period: ClassPeriod, route: Route, window: int) -> PeriodVariables:

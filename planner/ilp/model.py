@@ -12,7 +12,7 @@ come twice; the exact stage sees that), unless a re-run no later makes it. A blo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -68,7 +68,9 @@ class PeriodVariables:
 class CoarseModel:
     """The program, and the variables that a solution is read from. `stall`, `leaving` and `unplaced` are by segment.
 
-    The routes of `problem`, segments and updates count time in the same unit; the unit of the trace does not matter.
+    The routes of `problem`, segments and updates count time in `unit_seconds`; the unit of the trace does not matter.
+
+    `asked`: what it was built from, besides the problem. `build_seconds`: what building it took.
 
     `time`, `visible`: what links, shared rates and the processor do, in all and for blocks that user code can reach. `reruns`:
     classes of recompute groups; empty where nothing may run again. `again`: r of each class, the share of its groups
@@ -77,6 +79,8 @@ class CoarseModel:
 
     problem: Problem
     program: Program
+    asked: Hashable
+    unit_seconds: float
     segments: tuple[Segment, ...]
     stall: list[Variable]
     leaving: list[Variable]
@@ -87,6 +91,7 @@ class CoarseModel:
     updates: list[HostUpdateVariables] = field(default_factory=list)
     reruns: Sequence[GroupClass] = ()
     again: list[Variable] = field(default_factory=list)
+    build_seconds: float = 0.0
 
     def by_period(self) -> list[list[PeriodVariables]]:
         """Return the entries of `periods` by class and period: one for each tier."""

@@ -14,7 +14,8 @@ from planner import Budgets, InfeasiblePlanError, Trace
 from planner.ilp import CoarseSolution, coarse_solutions, room_bytes
 from planner.ilp.classes import SegmentGrid, segments_of
 from planner.ilp.coarse import solve
-from planner.ilp.formulation import CoarseProgram, Resolution, coarse_program
+from planner.ilp.formulation import Resolution, coarse_program
+from planner.ilp.model import CoarseModel
 from planner.lp import solve_program
 from planner.policies.optimise import exact_candidates, start_of, with_other_large_blocks
 from planner.problem import DEFAULT_WRITE_WEIGHT, Problem, RerunPlaces, SolverSettings, live_bytes
@@ -31,7 +32,7 @@ FULL = Resolution(max_segments=64, window=64)
 CASES = by_profile(ci=12, long=100)
 
 
-def program_of(problem: Problem) -> CoarseProgram:
+def program_of(problem: Problem) -> CoarseModel:
     return coarse_program(problem, FULL, problem.may_update_on_host, write_weight=DEFAULT_WRITE_WEIGHT)
 
 
@@ -131,16 +132,14 @@ def test_whatever_the_objective_asks_for_copies_are_in_order_and_a_block_is_in_o
     """Random prices push each variable against its rows."""
     rng = random.Random(4)
     for problem in (*small_cases(small_problem, seed=4), *small_cases(small_training, seed=4)):
-        built = program_of(problem)
-        program, count = built.model.program, len(built.model.segments)
-        copies = {
-            v for entry in built.model.periods for v in (entry.chosen, entry.found, *entry.out, *entry.into) if v is not None
-        }
+        model = program_of(problem)
+        program, count = model.program, len(model.segments)
+        copies = {v for entry in model.periods for v in (entry.chosen, entry.found, *entry.out, *entry.into) if v is not None}
         program.minimise([(variable, rng.uniform(-100, 100)) for variable in sorted(copies)])
         values = solve_program(program, EXACT, linear=relaxed).values
         waiting: dict[tuple[int, ...], float] = {}
         busy: dict[tuple[str, int], float] = {}
-        for entry in built.model.periods:
+        for entry in model.periods:
             chosen, found = values[entry.chosen], 0.0 if entry.found is None else values[entry.found]
             out = [values[variable] for variable in entry.out]
             into = [0.0 if variable is None else values[variable] for variable in entry.into]
@@ -154,7 +153,7 @@ def test_whatever_the_objective_asks_for_copies_are_in_order_and_a_block_is_in_o
                 busy[key] = busy.get(key, 0.0) + (after - before) * entry.out_seconds
         assert all(share <= 1 + 1e-6 for share in waiting.values())
         for (_, k), seconds in busy.items():
-            assert seconds <= built.model.segments[k].seconds + values[built.model.stall[k]] + 1e-6
+            assert seconds <= model.segments[k].seconds + values[model.stall[k]] + 1e-6
 
 
 def line(blocks: list[Entry], budget: int, *, stages: int = 6, seconds: float = 1.0, **machine: Any) -> Problem:
@@ -232,12 +231,12 @@ def test_like_subgroups_are_one_class_that_gives_what_each_apart_gives() -> None
     made = trace(staged("fb" + "o" * count, 2.0), blocks, hardware(host=True, rate=10.0), subgroups=updates)
     problem = Problem.of(made, Budgets(device_bytes=120, host_bytes=210))
 
-    def program(apart: bool) -> CoarseProgram:
+    def program(apart: bool) -> CoarseModel:
         coarse = Resolution(max_segments=4, window=4)
         return coarse_program(problem, coarse, made.subgroups, write_weight=0.0, apart=apart)
 
     each, together = (solve(program(apart), relaxed=True, vertex=True, settings=EXACT) for apart in (True, False))
-    assert len(program(False).model.updates) < len(program(True).model.updates) == count
+    assert len(program(False).updates) < len(program(True).updates) == count
     assert together.report.bound_seconds == pytest.approx(each.report.bound_seconds)
     assert len(together.on_host) == len(each.on_host)
 
@@ -302,8 +301,8 @@ def test_what_a_re_run_reads_is_not_away() -> None:
     weight = made.blocks[2].model_copy(update={"reads": (0, 1)})
     made = made.model_copy(update={"blocks": (*made.blocks[:2], weight)})
     problem = Problem.of(made, Budgets(device_bytes=31))
-    built = coarse_program(problem, Resolution(max_segments=64, window=6), (), write_weight=0.005, places=RerunPlaces(made))
-    model, program = built.model, built.model.program
+    model = coarse_program(problem, Resolution(max_segments=64, window=6), (), write_weight=0.005, places=RerunPlaces(made))
+    program = model.program
     (number,) = [n for n, each in enumerate(model.reruns) if each.groups == (0,)]
     end = model.reruns[number].end
     around = [entry for entry in model.periods if 2 in entry.block_class.blocks and entry.period.begin < end < entry.period.end]
