@@ -287,9 +287,8 @@ def _add_adjacent(model: BoundModel, block_class: CopyClass, window: CopyWindow,
 def _add_order(model: BoundModel, copies: CopyVariables, made: Terms) -> None:
     """O and I ascend; I ≤ d + O_end; d ≤ Σ O_end + g over the earlier windows (`made`), except for read_only blocks, and
     for windows that repeat."""
-    for variables in (copies.out, copies.into):
-        for before, after in zip(variables, variables[1:], strict=False):
-            model.program.at_least([(after, 1.0), (before, -1.0)], 0)
+    model.program.ascend(copies.out)
+    model.program.ascend(copies.into)
     if copies.into:
         model.program.at_least([*copies.waiting, (copies.into[-1], -1.0)], 0)
     if copies.found is not None and not copies.block_class.read_only and copies.window.count == 1:

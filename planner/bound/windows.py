@@ -261,12 +261,9 @@ def _windows(
     uses = problem.trace.blocks[last.block].uses
     position = uses.index(last.after)
     windows: list[CopyWindow] = []
-    for back in range(last.rank, -1, -1):
-        turns, number = divmod(position - back, len(uses))
-        after = uses[number] + turns * stages
-        turns, number = divmod(position - back + 1, len(uses))
-        before = uses[number] + turns * stages
-        final = last.final and back == 0
+    for number in range(position - last.rank, position + 1):
+        after, before = (uses[n % len(uses)] + n // len(uses) * stages for n in (number, number + 1))
+        final = last.final and number == position
         if final:
             before = last.before
         spans, passes = spans_of(instants.end_of(after), instants.start_of(before))

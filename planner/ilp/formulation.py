@@ -171,10 +171,8 @@ def _add_copy_order(model: CoarseModel) -> None:
     """O_k ≥ O_{k−1}, I_k ≥ I_{k−1}, O_{b−1} + d = y, I_k ≤ O_{k−1} + d (read_only: d = y), I_b = y (0 if p is final)."""
     for entry in model.periods:
         program, found = model.program, entry.found
-        for variables in (entry.out, entry.into):
-            for earlier, later in zip(variables, variables[1:], strict=False):
-                if later != earlier and earlier is not None and later is not None:
-                    program.at_least([(later, 1.0), (earlier, -1.0)], 0)
+        program.ascend(entry.out)
+        program.ascend(entry.into)
         valid: Terms = [(entry.chosen, -1.0)]
         if entry.out:
             valid.append((entry.out[-1], 1.0))

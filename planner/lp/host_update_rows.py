@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from planner.lp.host_update_windows import HostUpdateWindows, UpdateCopy
 from planner.lp.program import Program, Terms, Variable, scaled, steps
@@ -107,8 +106,7 @@ def add_host_update(
 def _ascending(program: Program, chosen: Variable, first: int, last: int, *, late: bool = False) -> _Curve:
     """A curve that ascends to h (`chosen`) in spans `first` to `last` − 1. late: the last step may be in the stall after them."""
     variables = [program.variable() for _ in range(first, last if late else last - 1)]
-    for lower, upper in pairwise([*variables, chosen]):
-        program.at_least([(upper, 1.0), (lower, -1.0)], 0)
+    program.ascend([*variables, chosen])
     return _Curve(chosen=chosen, first=first, variables=variables)
 
 

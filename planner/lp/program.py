@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from math import inf
 
 Variable = int  # position of a variable in the program's lists
@@ -66,6 +67,12 @@ class Program:
     def equal(self, terms: Terms, right: float) -> None:
         """Add the row Σ terms = right."""
         self._add(terms, right, right)
+
+    def ascend(self, curve: Iterable[Variable | None]) -> None:
+        """Add a row for each two neighbours of a curve: the later one is no less. None stands for 0."""
+        for lower, upper in pairwise(curve):
+            if lower is not None and upper is not None and lower != upper:
+                self.at_least([(upper, 1.0), (lower, -1.0)], 0)
 
     def levels(self, rows: Iterable[Terms], most: Iterable[float]) -> None:
         """Add Σ row ≤ most for each row, where neighbours have most terms in common.

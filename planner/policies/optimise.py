@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -36,7 +36,7 @@ from planner.schedule import (
     update_exchanges,
     user_code_proposals,
 )
-from planner.schema import Plan, SolverReport
+from planner.schema import Plan, SolverReport, WaitingTier
 
 Start = tuple[Problem, Decisions]  # decisions that are made exact, and the problem with its updates on the host
 
@@ -227,20 +227,20 @@ def _starts(
     solved = False
     for solution in coarse_solutions(problem, settings, on_host, reserve_bytes=reserve_bytes):
         solved = True
-        yield start_of(problem, solution), solution
+        yield start_of(problem, solution.tiers, solution.on_host), solution
     if not solved:
-        yield _undecided(problem, on_host or ()), None
+        yield start_of(problem, {}, on_host or ()), None
     if on_host is None and effort_of(problem.stage_count).simple_starts:
         everything = [subgroup.id for subgroup in problem.may_update_on_host]
         if everything:
-            yield _undecided(problem, everything), None
+            yield start_of(problem, {}, everything), None
         yield (problem, {}), None
 
 
-def start_of(problem: Problem, solution: CoarseSolution) -> Start:
-    """What the solution chooses, and the problem that is left when its subgroups update on the host."""
-    chosen = {(problem.periods[i].block, problem.periods[i].after): tier for i, tier in solution.tiers.items()}
-    on_host = in_order_of_need(problem, solution.on_host)
+def start_of(problem: Problem, tiers: Mapping[int, WaitingTier], on_host: Collection[int]) -> Start:
+    """What a solution chooses (tiers by period, and subgroups), and the problem that is left when these update on the host."""
+    chosen = {(problem.periods[i].block, problem.periods[i].after): tier for i, tier in tiers.items()}
+    on_host = in_order_of_need(problem, on_host)
     left = problem if tuple(on_host) == problem.on_host else Problem.of(problem.source, problem.budgets, on_host)
     room = TierCapacity(left, {})
     decisions: Decisions = {}
@@ -253,11 +253,6 @@ def start_of(problem: Problem, solution: CoarseSolution) -> Start:
             room.take(index, tier)
             decisions[index] = Decision(tier=tier, leave=period.after, start=period.before)
     return left, decisions
-
-
-def _undecided(problem: Problem, on_host: Collection[int]) -> Start:
-    """Only where updates run is decided."""
-    return start_of(problem, CoarseSolution(tiers={}, on_host=frozenset(on_host), report=SolverReport()))
 
 
 def _planned(problem: Problem, settings: SolverSettings, on_host: Collection[int], reserve_bytes: int) -> ReplayedPlan | None:

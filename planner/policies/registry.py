@@ -29,6 +29,7 @@ from planner.problem import (
     spelled_out,
     time_limit,
     without_collections,
+    worst_of,
 )
 from planner.schedule import evict_furthest
 from planner.schema import Budgets, Plan, Trace
@@ -224,13 +225,9 @@ def _heuristic(name: str, decide: Callable[[Problem], Decisions]) -> Policy:
 def _keep_all(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
     problem = Problem.of(trace, budgets)
     if not problem.everything_fits:
-        worst = max(range(problem.stage_count), key=problem.live_bytes.__getitem__)
-        raise BudgetError(
-            smallest_bytes=problem.live_bytes[worst],
-            budget_bytes=budgets.device_bytes,
-            stage=trace.stages[worst].name,
-            why="as this policy lets nothing leave",
-        )
+        (smallest, worst), why = worst_of(problem.live_bytes), "as this policy lets nothing leave"
+        name = trace.stages[worst].name
+        raise BudgetError(smallest_bytes=smallest, budget_bytes=budgets.device_bytes, stage=name, why=why)
     return with_predictions(problem, build_plan(problem, {}, policy="keep-all"))
 
 

@@ -25,6 +25,7 @@ from planner.problem.lifetimes import (
     live_bytes,
     mean_active_fraction,
     stage_floors,
+    worst_of,
 )
 from planner.problem.problem import (
     DEFAULT_GAP,

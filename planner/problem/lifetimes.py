@@ -191,15 +191,16 @@ def floor(trace: Trace, *, in_slices: bool = False) -> tuple[int, int]:
     hardware = trace.hardware
     tiers: tuple[Tier, ...] = ("host", "storage")
     if any(hardware.link("device", tier) and hardware.link(tier, "device") for tier in tiers):
-        return _worst(_sliced(trace, stage_floors(trace)) if in_slices else stage_floors(trace))
-    least, worst = _worst(live_bytes(trace))
+        return worst_of(_sliced(trace, stage_floors(trace)) if in_slices else stage_floors(trace))
+    least, worst = worst_of(live_bytes(trace))
     for chosen in (places.of(groups) for places in kinds_of_places(trace) for groups in simple_sets(trace, places.usable)):
-        size, stage = _worst(live_bytes(recomputed(trace, chosen)))
+        size, stage = worst_of(live_bytes(recomputed(trace, chosen)))
         if size < least:
             least, worst = size, min(stage - sum(each.at + n < stage for n, each in enumerate(chosen)), len(trace.stages) - 1)
     return least, worst
 
 
-def _worst(sizes: list[int]) -> tuple[int, int]:
+def worst_of(sizes: Sequence[int]) -> tuple[int, int]:
+    """Return the largest of the stages' sizes, and that stage."""
     worst = max(range(len(sizes)), key=sizes.__getitem__)
     return sizes[worst], worst

@@ -11,7 +11,7 @@ import numpy as np
 
 from planner.errors import BudgetError, format_bytes
 from planner.problem.host_updates import device_iteration, host_bytes, host_updatable, movable_blocks, parameters
-from planner.problem.lifetimes import InactivePeriod, bytes_by_stage, inactive_periods, live_bytes, stage_floors
+from planner.problem.lifetimes import InactivePeriod, bytes_by_stage, inactive_periods, live_bytes, stage_floors, worst_of
 from planner.problem.shared_limits import SharedLimit, shared_limits
 from planner.schema import Block, Budgets, Link, Subgroup, Tier, Trace, WaitingTier
 
@@ -109,13 +109,11 @@ class Problem:
         routes = _routes(trace, budgets)
         live = live_bytes(trace)
         alone = stage_floors(trace)
-        floors = alone if routes else live
-        worst = max(range(len(floors)), key=floors.__getitem__)
-        if floors[worst] > budgets.device_bytes:
+        smallest, worst = worst_of(alone if routes else live)
+        if smallest > budgets.device_bytes:
             why = "" if routes else f"as nothing can leave without a lower tier (with one, {format_bytes(max(alone))} would do)"
-            raise BudgetError(
-                smallest_bytes=floors[worst], budget_bytes=budgets.device_bytes, stage=trace.stages[worst].name, why=why
-            )
+            name = trace.stages[worst].name
+            raise BudgetError(smallest_bytes=smallest, budget_bytes=budgets.device_bytes, stage=name, why=why)
         periods = inactive_periods(trace) if routes else ()
         if border is not None:  # what is on the device then stays there around it
             periods = tuple(p for p in periods if p.final or p.before < len(trace.stages) or border[p.block] != "device")

@@ -63,7 +63,7 @@ def block_exchanges(made: ReplayedPlan, breadth: Breadth) -> Iterator[Decisions]
 def _critical(made: ReplayedPlan) -> list[int]:
     """Periods whose copies are on the critical path, the longest first."""
     seconds: dict[int, float] = {}
-    for segment in critical_path(made.problem.source, made.plan, made.timeline).segments:
+    for segment in critical_path(made.problem.source, made.plan, made.timeline):
         if segment.block is not None:
             index = made.problem.period_after.get((segment.block, made.plan.moves[segment.index].after))
             if index is not None:  # gradients of updates on the host have no period

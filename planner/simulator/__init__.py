@@ -3,11 +3,11 @@
 from planner.simulator.simulate import simulate
 from planner.simulator.timeline import (
     STAGES,
-    CriticalPath,
     HostUpdate,
     PathSegment,
     StageTimes,
     Timeline,
     Transfer,
     critical_path,
+    seconds_by_resource,
 )

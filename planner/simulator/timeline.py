@@ -19,6 +19,7 @@ make the iteration shorter, every such chain needs a segment that becomes shorte
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -130,22 +131,17 @@ class PathSegment:
         return self.end_seconds - self.start_seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticalPath:
-    """A chain of segments from the iteration's start to its end. Each begins when the one before ended."""
-
-    segments: tuple[PathSegment, ...]
-
-    def seconds(self) -> dict[str, float]:
-        """Return how much of the chain each resource takes, largest first. The sum is the iteration's time."""
-        total: dict[str, float] = {}
-        for segment in self.segments:
-            total[segment.resource] = total.get(segment.resource, 0.0) + segment.seconds
-        return dict(sorted(total.items(), key=lambda entry: -entry[1]))
+def seconds_by_resource(path: Iterable[PathSegment]) -> dict[str, float]:
+    """Return how much of a critical path each resource takes, largest first. The sum is the iteration's time."""
+    total: dict[str, float] = {}
+    for segment in path:
+        total[segment.resource] = total.get(segment.resource, 0.0) + segment.seconds
+    return dict(sorted(total.items(), key=lambda entry: -entry[1]))
 
 
-def critical_path(trace: Trace, plan: Plan, timeline: Timeline) -> CriticalPath:
-    """Return the critical path of `timeline`, the replay of `plan` on `trace`. Other paths may be equally long.
+def critical_path(trace: Trace, plan: Plan, timeline: Timeline) -> tuple[PathSegment, ...]:
+    """Return the critical path of `timeline`, the replay of `plan` on `trace`: from the iteration's start to its end, each
+    segment begins when the one before ended. Other paths may be equally long.
 
     Time and memory are proportional to the number of stages and transfers; where many end at the same instant, to their square.
     """
@@ -165,7 +161,7 @@ def critical_path(trace: Trace, plan: Plan, timeline: Timeline) -> CriticalPath:
     # The path must end in the last stage, even if that takes no time.
     graph.add_edge(last, "end", seconds=segments[last].seconds + timeline.iteration_seconds + 1.0)
     chain = nx.dag_longest_path(graph, weight="seconds")
-    return CriticalPath(segments=tuple(segments[number] for number in chain[:-1]))
+    return tuple(segments[number] for number in chain[:-1])
 
 
 def _segments(timeline: Timeline) -> list[PathSegment]:

@@ -19,7 +19,7 @@ import planner
 from planner.errors import BudgetError, OptionsError, TeraioError, UnsupportedError
 from planner.problem import SolverSettings, live_bytes
 from planner.schema import Block, Budgets, FrozenModel, Predicted, RecomputeGroup, Stage, Work, printable
-from planner.simulator import STAGES, critical_path
+from planner.simulator import STAGES, critical_path, seconds_by_resource
 
 # no plan exists: it is proved, since one stage alone needs more. none was found: a plan may exist, but the planner has none.
 Fit = Literal["yes", "no plan exists", "none was found"]
@@ -175,11 +175,12 @@ def planned(
 
 def _figures(case: Case, plan: planner.Plan, asked: planner.Plan | None) -> dict[str, Any]:
     seconds = plan.replayed.iteration_seconds
+    path = critical_path(case.trace, plan, planner.simulate(case.trace, plan))
     per_second = plan.replayed.storage_written_bytes / seconds if seconds else 0.0
     return {
         "predicted": plan.predicted,
         "speed": case.work * asked.replayed.iteration_seconds / seconds if asked is not None and seconds else None,
-        "holds_up": what_holds_up(critical_path(case.trace, plan, planner.simulate(case.trace, plan)).seconds()),
+        "holds_up": what_holds_up(seconds_by_resource(path)),
         "written_bytes_per_day": per_second * 86_400,
         "limited": plan.solver.status == "time limit",
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import planner
 from planner.problem import SolverSettings, live_bytes, recompute_seconds
 from planner.schema import Link, short_fingerprint
-from planner.simulator import STAGES, PathSegment, critical_path
+from planner.simulator import STAGES, PathSegment, critical_path, seconds_by_resource
 from teraio.cli import output
 from teraio.cli.advice import planned
 from teraio.cli.arguments import as_options
@@ -54,7 +54,7 @@ def summarise_replay(trace: planner.Trace, plan: planner.Plan, timeline: planner
             "busy_seconds": sum(update.end_seconds - update.start_seconds for update in timeline.updates),
         },
         "stalls": sorted(stalls, key=lambda stall: -stall["stall_seconds"]),
-        "critical": {"seconds": path.seconds(), "pieces": [_segment(trace, stages, piece) for piece in path.segments]},
+        "critical": {"seconds": seconds_by_resource(path), "pieces": [_segment(trace, stages, piece) for piece in path]},
     }
 
 

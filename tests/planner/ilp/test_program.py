@@ -57,7 +57,10 @@ def test_what_the_program_chooses_is_mostly_the_best_of_all_plans(make: Any) -> 
         found = solved(problem)
         seconds = min(best_seconds(each) for each in placements(problem))
         assert found.report.objective_seconds is not None and found.report.objective_seconds <= seconds * 1.01
-        exact = [each.timeline.iteration_seconds for each in exact_candidates(*start_of(problem, found), DEFAULT_WRITE_WEIGHT)]
+        exact = [
+            each.timeline.iteration_seconds
+            for each in exact_candidates(*start_of(problem, found.tiers, found.on_host), DEFAULT_WRITE_WEIGHT)
+        ]
         assert min(exact) >= seconds * (1 - 1e-9)
         best += min(exact) <= seconds * (1 + 1e-9)
     assert best > len(cases) / 2
@@ -83,7 +86,7 @@ def taken_bytes(problem: Problem, tiers: dict[int, WaitingTier], tier: WaitingTi
 
 
 def check_tiers(problem: Problem, solution: CoarseSolution) -> None:
-    left, decisions = start_of(problem, solution)
+    left, decisions = start_of(problem, solution.tiers, solution.on_host)
     tiers = {index: decision.tier for index, decision in decisions.items()}
     for tier, budget in (("host", problem.budgets.host_bytes), ("storage", problem.budgets.storage_bytes)):
         assert budget is None or taken_bytes(left, tiers, tier) <= budget  # type: ignore[arg-type]
@@ -277,10 +280,13 @@ def test_where_blocks_are_large_a_relaxed_solution_leaves_room_for_one() -> None
     assert full.report.bound_seconds < roomy.report.bound_seconds == whole.report.bound_seconds == draft.report.bound_seconds
 
     def seconds(solution: CoarseSolution) -> float:
-        return min(each.timeline.iteration_seconds for each in exact_candidates(*start_of(problem, solution), 0.0))
+        return min(
+            each.timeline.iteration_seconds
+            for each in exact_candidates(*start_of(problem, solution.tiers, solution.on_host), 0.0)
+        )
 
     assert seconds(roomy) < seconds(full)
-    made = min(exact_candidates(*start_of(problem, full), 0.0), key=lambda each: each.cost)
+    made = min(exact_candidates(*start_of(problem, full.tiers, full.on_host), 0.0), key=lambda each: each.cost)
     assert with_other_large_blocks(made).cost < made.cost
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from planner import Budgets, InfeasiblePlanError, PlanError, Recompute, Timeline, Trace, recomputed, simulate
 from planner.problem import Decision, Problem, build_plan, folded
-from planner.simulator import critical_path
+from planner.simulator import critical_path, seconds_by_resource
 
 from ..traces import IN, OUT, Entry, block, by_hand, hand, layers, links, move, staged, trace
 
@@ -150,4 +150,4 @@ def test_a_plan_of_the_derived_trace_and_its_folded_form_are_replayed_alike() ->
     one, other = simulate(derived, found), simulate(made, folded(made, pairs, found))
     assert one.stages == other.stages and one.iteration_seconds == other.iteration_seconds
     path = critical_path(made, folded(made, pairs, found), other)
-    assert sum(path.seconds().values()) == pytest.approx(other.iteration_seconds)
+    assert sum(seconds_by_resource(path).values()) == pytest.approx(other.iteration_seconds)

@@ -99,7 +99,7 @@ def test_user_code_waits_for_updates_on_the_host() -> None:
     (update,) = waiting.updates
     assert waiting.stages[3].start_seconds == pytest.approx(update.end_seconds)
     assert waiting.iteration_seconds == pytest.approx(beside.iteration_seconds + 2.0)
-    path = [(segment.resource, segment.index) for segment in critical_path(made, given_plan, waiting).segments]
+    path = [(segment.resource, segment.index) for segment in critical_path(made, given_plan, waiting)]
     assert ("host updates", 0) in path and path[path.index(("host updates", 0)) + 1] == (STAGES, 3)
 
 

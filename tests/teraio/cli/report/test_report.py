@@ -18,7 +18,7 @@ import pytest
 import planner
 from planner import Budgets, Plan
 from planner.problem import live_bytes
-from planner.simulator import critical_path
+from planner.simulator import critical_path, seconds_by_resource
 from teraio.cli.report.content import KINDS, PHASES, STALL, style
 
 from ....planner.traces import hand
@@ -139,7 +139,7 @@ def test_the_page_has_the_data_that_json_prints(page: Page, chain: Path, report:
     assert printed["facts"] == page.data["facts"] and printed["sweep"] == page.data["sweep"]
     made = Plan.load(chain)
     path = critical_path(CHAIN, made, planner.simulate(CHAIN, made))
-    assert printed["facts"]["critical"] == path.seconds()
+    assert printed["facts"]["critical"] == seconds_by_resource(path)
 
     points = page.data["sweep"]["points"]
     assert {point["device_bytes"]: point["predicted"] is None for point in points} == {10: False, 17: False, 30: False}
