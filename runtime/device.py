@@ -70,10 +70,10 @@ class Pieces(Protocol):
     def begin_recording(self) -> bool:
         """Record what is allocated and freed from now on. Returns False if that cannot be."""
 
-    def recorded(self, least_bytes: int) -> Sequence[int]:
+    def recorded(self) -> Sequence[int]:
         """End the recording. Return the bytes of each allocation, in their order, and where the nth of them was freed, -n.
 
-        Those of less than `least_bytes` do not count, nor do blocks, nor what has memory of its own, away from the blocks.
+        Those of less than MIN_MOVED_BYTES do not count, nor do blocks, nor what has memory of its own, away from the blocks.
         """
 
     def gather(

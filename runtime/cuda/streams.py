@@ -281,12 +281,12 @@ class AllocatorPieces:
         if self._others is not None:
             self._others.append(address)
 
-    def recorded(self, least_bytes: int) -> Sequence[int]:
+    def recorded(self) -> Sequence[int]:
         trace = torch.cuda.memory._snapshot(self._device)["device_traces"][self._device.index]
         self._record(None)
         others, self._others = self._others or (), None
         own = [event for event in trace if event["stream"] == self._compute.cuda_stream]
-        return history_of(own, max(least_bytes, _SMALL_BYTES + 1), others)
+        return history_of(own, max(MIN_MOVED_BYTES, _SMALL_BYTES + 1), others)
 
     def gather(
         self,

@@ -38,7 +38,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 
 from planner.errors import BudgetError, StorageFullError
-from runtime.device import MIN_MOVED_BYTES, DeviceMemoryError, Pieces
+from runtime.device import DeviceMemoryError, Pieces
 from runtime.paging.block import DROPPED, OFFLOADED, ON_DEVICE, PREFETCHING, Block
 from runtime.paging.mover import nowhere
 from runtime.paging.state import CHECK_SECONDS, NO_LIMIT, PagerPart, PagerState
@@ -402,7 +402,7 @@ class StagePieces(PagerPart):
         if not self._recording or self._device.pieces is None:
             return None
         self._recording = False
-        return self._device.pieces.recorded(MIN_MOVED_BYTES)
+        return self._device.pieces.recorded()
 
     def _make_way(self, pieces: Pieces, what: str | int, history: Sequence[int], held: frozenset[Block]) -> None:
         blocks: dict[int, Block] = {}

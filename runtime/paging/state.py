@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -146,11 +146,6 @@ class BlockTable:
         if block.size_bytes != storage.nbytes() or block.state is DROPPED:
             return block.size_bytes == storage.nbytes()
         return not self._mover.replaced([block])
-
-    def replaced(self, blocks: Iterable[Block] | None = None) -> Sequence[Block]:
-        """Return those of `blocks`, by default all, to whose storage user code gave other memory (`share_memory_`, `resize_`)."""
-        looked_at = self if blocks is None else blocks
-        return self._mover.replaced([block for block in looked_at if block.user_visible and block.state is not DROPPED])
 
 
 class CopySignal:

@@ -402,6 +402,8 @@ class BlockTransitions(PagerPart):
             self.forget(block)
 
     def forget_replaced(self, blocks: Iterable[Block] | None = None) -> None:
-        """Forget those of `blocks`, by default all, to whose storage user code gave other memory: nothing is known of it."""
-        for block in self._table.replaced(blocks):
+        """Forget those of `blocks`, by default all, to whose storage user code gave other memory (`share_memory_`, `resize_`):
+        nothing is known of it."""
+        looked_at = self._table if blocks is None else blocks
+        for block in self._mover.replaced([each for each in looked_at if each.user_visible and each.state is not DROPPED]):
             self.forget(block)

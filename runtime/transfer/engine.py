@@ -187,7 +187,7 @@ class Engine:
         links = (self.write_link, self.read_link)
         threads = sum(link.thread_count for link in links)
         for link in links:
-            link.close(drop_queued=True, timeout_seconds=_EXIT_SECONDS / threads)
+            link.close(within_seconds=_EXIT_SECONDS / threads)
 
 
 # -- measuring

@@ -161,13 +161,12 @@ class Link:
                         action=f"{verb} (no answer in {self._stuck_after_seconds:g} s)",
                     )
 
-    def close(self, *, drop_queued: bool = False, timeout_seconds: float | None = None) -> None:
+    def close(self, *, within_seconds: float | None = None) -> None:
         """Take no more transfers, wait until all that were submitted have ended, and join the threads. May be called again.
 
         This also waits for every `ready`.
-        drop_queued: for the exit of the process. No further chunk begins. A transfer with chunks left never ends, or ends
-        with an error.
-        timeout_seconds: the longest wait for each thread.
+        within_seconds: for the exit of the process: the longest wait for each thread. No further chunk begins. A transfer with
+        chunks left never ends, or ends with an error.
         Raises StorageError if an `on_done` has raised and `submit` has not reported it yet. Raises StorageIOError if a drive
         does not answer; then no further chunk begins either.
         """
@@ -175,13 +174,13 @@ class Link:
             return
         with self._lock:
             self._closed = True
-            if drop_queued:
+            if within_seconds is not None:
                 self._drop_queued()
             for drive in self._drives.values():
                 drive.submitted.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                self._join(thread, timeout_seconds)
+                self._join(thread, within_seconds)
         with self._lock:
             failed, self._failed = self._failed, None
         if failed is not None:

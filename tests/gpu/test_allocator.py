@@ -134,7 +134,7 @@ def test_what_is_allocated_is_recorded_in_its_order() -> None:
         torch.empty(3 * size, dtype=torch.uint8, device=DEVICE)
         small = torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)  # has memory of its own: no block makes way for it
         block = streams.allocate(2 * size)  # is not the stage's
-        assert streams.pieces.recorded(1 << 20) == (size, 3 * size, -2)
+        assert streams.pieces.recorded() == (size, 3 * size, -2)
         del small, block, kept
 
 

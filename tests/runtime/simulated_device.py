@@ -136,7 +136,7 @@ class SimulatedPieces:
     def begin_recording(self) -> bool:
         return True
 
-    def recorded(self, least_bytes: int) -> Sequence[int]:
+    def recorded(self) -> Sequence[int]:
         return (self._device.arena.unit,)
 
     def gather(

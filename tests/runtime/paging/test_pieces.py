@@ -31,7 +31,7 @@ class ListedPieces:
         self.recordings += 1
         return True
 
-    def recorded(self, least_bytes: int) -> Sequence[int]:
+    def recorded(self) -> Sequence[int]:
         return tuple(self.needs)
 
     def gather(

@@ -85,7 +85,7 @@ def _use(injector: Injector, monkeypatch: pytest.MonkeyPatch) -> None:
                 reported = True
         assert reported or not missing
         assert later.ended.wait(10) and later.error is None
-        link.close(timeout_seconds=10)
+        link.close(within_seconds=10)
         assert not any(thread.is_alive() for thread in link._threads)
 
 

@@ -128,7 +128,7 @@ def test_at_the_end_of_the_process_what_has_not_begun_is_dropped(make_link: Make
     ended: list[str] = []
     begun, queued = (link.submit(slot(name), 0, lambda t: ended.append(t.slot.name)) for name in "ab")
     gate.wait_until_begun(1)
-    link.close(drop_queued=True, timeout_seconds=0.01)  # does not wait forever for a transfer that cannot end
+    link.close(within_seconds=0.01)  # does not wait forever for a transfer that cannot end
     gate.let()
     link.close()
     assert gate.begun == ended == ["a"]
