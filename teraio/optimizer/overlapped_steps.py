@@ -11,8 +11,8 @@ error.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -53,7 +53,6 @@ class OverlappedSteps:
         self.observer = observer
         self._optimizers = optimizers
         self.watch = Watch(pager)
-        self._cuts: dict[Hashable, tuple[UpdateStage, ...]] = {}
         self._finest = False
         # As they were when a backward pass updated its parameters.
         self._settings: weakref.WeakKeyDictionary[Optimizer, Settings] = weakref.WeakKeyDictionary()
@@ -75,7 +74,7 @@ class OverlappedSteps:
         run = self.watch.begin(program, layout, found)
         if run is None and not members:
             return None
-        return _GraphUpdates(self, run, program.name, members, self._cut(program, members) if members else ())
+        return _GraphUpdates(self, run, program.name, self._cut(members))
 
     def _note_use(self, arguments: Sequence[Any]) -> None:
         for value in arguments:
@@ -129,17 +128,11 @@ class OverlappedSteps:
             return "the optimizer has to make its states first"
         return leaf_problem(parameter)
 
-    def _cut(self, program: Program, members: Sequence[Member]) -> tuple[UpdateStage, ...]:
-        key = (
-            program.identity,
-            self._finest,
-            tuple((member.final, id(member.facts.optimizer), member.size_bytes) for member in members),
-        )
-        if key not in self._cuts:
-            self._cuts[key] = cut_updates(members, 0 if self._finest else self._optimizers.sizes.subgroup_bytes)
+    def _cut(self, members: Sequence[Member]) -> list[UpdateStage]:
+        """Return the update stages of a run, the same in every run, and note the settings that they update with."""
         for optimizer in dict.fromkeys(member.facts.optimizer for member in members):
             self._settings[optimizer] = settings_of(optimizer)
-        return self._cuts[key]
+        return cut_updates(members, 0 if self._finest else self._optimizers.sizes.subgroup_bytes)
 
     def no_room(self, members: Sequence[Member], error: BudgetError) -> None:
         """These members of one stage do not fit in the budget. They keep their gradients, and the optimizer step updates them."""
@@ -228,54 +221,40 @@ class Member(NamedTuple):
         return self.managed.block(self.parameter, f"optimizer/parameter.{self.eligibility.number}", "parameter")
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateStage:
-    """Members, by number, that are updated together when stage `after` of the graph has ended."""
-
-    after: int
-    members: tuple[int, ...]
+# Members that are updated together, and the stage of the graph after which.
+UpdateStage = tuple[int, list[Member]]
 
 
-def cut_updates(members: Sequence[Member], largest_bytes: int) -> tuple[UpdateStage, ...]:
+def cut_updates(members: Sequence[Member], largest_bytes: int) -> list[UpdateStage]:
     """Return update stages of one optimizer each, in the order in which gradients become final.
 
     largest_bytes: of a stage; a larger one has one large parameter, and small ones before it. 0: one parameter each.
     """
     stages: list[UpdateStage] = []
     for facts in dict.fromkeys(member.facts for member in members):
-        own = [number for number, member in enumerate(members) if member.facts is facts]
-        gathered: list[int] = []
+        gathered: list[Member] = []
         size = after = 0
-        for number in sorted(own, key=lambda number: members[number].final.after):
-            member = members[number]
+        for member in sorted((each for each in members if each.facts is facts), key=lambda each: each.final.after):
             later = member.final.after > after and size >= _MIN_STAGE_BYTES
             full = size + member.size_bytes > largest_bytes and 2 * size >= largest_bytes
             if gathered and (later or full):
-                stages.append(UpdateStage(after, tuple(gathered)))
+                stages.append((after, gathered))
                 gathered, size = [], 0
-            gathered.append(number)
+            gathered.append(member)
             size += member.size_bytes
             after = member.final.after
-        stages.append(UpdateStage(after, tuple(gathered)))
-    return tuple(sorted(stages, key=lambda stage: stage.after))
+        stages.append((after, gathered))
+    return sorted(stages, key=lambda stage: stage[0])
 
 
 class _GraphUpdates:
-    """Takes part in one run of a graph: watches it, if `run` is given, and runs update stages of `members` in it."""
+    """Takes part in one run of a graph: watches it, if `run` is given, and runs update stages in it."""
 
-    def __init__(
-        self,
-        by: OverlappedSteps,
-        run: WatchedRun | None,
-        name: str,
-        members: Sequence[Member],
-        stages: Sequence[UpdateStage],
-    ) -> None:
+    def __init__(self, by: OverlappedSteps, run: WatchedRun | None, name: str, stages: Sequence[UpdateStage]) -> None:
         self._by, self._run = by, run
-        self._stages: dict[int, list[tuple[str, list[Member]]]] = {}
-        for number, stage in enumerate(stages):
-            chosen = [members[member] for member in stage.members]
-            self._stages.setdefault(stage.after, []).append((f"{name}/update.{number}", chosen))
+        self._stages: dict[int, list[tuple[str, list[Member]]]] = defaultdict(list)
+        for number, (after, members) in enumerate(stages):
+            self._stages[after].append((f"{name}/update.{number}", members))
         self.stage_count = len(stages)
 
     def after_stage(self, number: int, read: Sequence[Block], slots: list[Any]) -> None:
