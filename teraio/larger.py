@@ -16,9 +16,9 @@ import struct
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,23 +51,24 @@ class UnderBudget:
         `model.state_dict()`; of tied ones, any will do. Raises CheckpointError before anything is loaded, if a file is missing or
         damaged, or belongs to another model; UnsupportedError if the model has been sharded.
         """
-        places = _places(model)
-        if shards := [name for name, each in places.items() if type(each.tensor) not in PLAIN]:
+        wanted = _tensors_of(model)
+        if shards := [name for name, tensor in wanted.items() if type(tensor) not in PLAIN]:
             raise UnsupportedError(
                 f"load: {listed(shards)} are no plain tensors, as after fully_shard; load the whole model first, and shard it "
                 "then, both within this block: no rank takes more memory than its budget for it"
             )
         saved = saved_tensors(Path(path))
         first: dict[int, str] = {}
-        tied = {name: first.setdefault(id(each.tensor), name) for name, each in places.items()}
-        check(saved, {name: each.tensor for name, each in places.items()}, tied, Path(path))
+        tied = {name: first.setdefault(id(tensor), name) for name, tensor in wanted.items()}
+        check(saved, wanted, tied, Path(path))
         loaded: dict[str, Tensor] = {}
         for name, each in saved.items():
             if (original := tied[name]) not in loaded:
-                loaded[original] = self._loaded(original, each, places[name].tensor)
-        for name, place in places.items():
-            if loaded[tied[name]] is not place.tensor:
-                setattr(place.module, place.name, loaded[tied[name]])
+                loaded[original] = self._loaded(original, each, wanted[name])
+        for name, tensor in wanted.items():
+            if loaded[tied[name]] is not tensor:
+                path_of_module, _, own_name = name.rpartition(".")
+                setattr(model.get_submodule(path_of_module), own_name, loaded[tied[name]])
 
     def _loaded(self, name: str, saved: SavedTensor, current: Tensor) -> Tensor:
         """Return the tensor that takes the place of `current`, which is itself if it has memory."""
@@ -117,23 +118,12 @@ def under_budget(registry: Registry, options: Options, device: torch.device | st
         yield taking
 
 
-class _Place(NamedTuple):
-    """Where a module has a tensor."""
-
-    module: torch.nn.Module
-    name: str
-    tensor: Tensor
-
-
-def _places(model: torch.nn.Module) -> dict[str, _Place]:
+def _tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the tensors of `model.state_dict()` by name, tied ones several times."""
-    found = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        own = {**module._parameters, **{n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}}
-        for name, tensor in own.items():
-            if tensor is not None:
-                found[f"{prefix}.{name}" if prefix else name] = _Place(module, name, tensor)
-    return found
+    found = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    modules = model.named_modules(remove_duplicate=False)
+    left_out = {f"{path}.{name}".lstrip(".") for path, module in modules for name in module._non_persistent_buffers_set}
+    return {name: tensor for name, tensor in found if name not in left_out}
 
 
 def _mapped(saved: SavedTensor) -> Tensor:

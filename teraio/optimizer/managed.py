@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -181,14 +181,14 @@ class ManagedOptimizer:
             elements=holder_of(parameter).numel(),
             fresh_bytes=sum(fresh),
             largest_fresh_bytes=max(fresh, default=0),
-            parameter=self.block(parameter, f"optimizer/parameter.{number}", "parameter"),
-            gradient=self.block(gradient, f"optimizer/gradient.{number}", "gradient") if own else None,
+            parameter=self.block(parameter, number, "parameter"),
+            gradient=self.block(gradient, number, "gradient") if own else None,
             states=tuple(self.state_blocks(owned)),
         )
 
-    def block(self, tensor: Tensor, name: str, kind: str) -> Block:
-        """Return the block of a parameter or a gradient; `name` if it becomes one."""
-        return self._pager.block_of(tensor, name=name, kind=kind, user_visible=True)
+    def block(self, tensor: Tensor, number: int, kind: Literal["parameter", "gradient"]) -> Block:
+        """Return the block of the parameter with that number, or of its gradient. What is none becomes one."""
+        return self._pager.block_of(tensor, name=f"optimizer/{kind}.{number}", kind=kind, user_visible=True)
 
     def leave_nothing(self) -> None:
         """All parameters are updated: PyTorch's own call of `step` finds none. `step_ended` gives them back."""

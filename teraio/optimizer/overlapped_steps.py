@@ -218,7 +218,7 @@ class Member(NamedTuple):
 
     def own_block(self) -> Block:
         """Return the parameter's block. What is none becomes one."""
-        return self.managed.block(self.parameter, f"optimizer/parameter.{self.eligibility.number}", "parameter")
+        return self.managed.block(self.parameter, self.eligibility.number, "parameter")
 
 
 # Members that are updated together, and the stage of the graph after which.

@@ -376,8 +376,12 @@ class _Ring:
         self._blocks = blocks
         self._reading: dict[int, list[RangeCopy]] = {}
         self._writing: dict[int, list[RangeCopy]] = {}
-        self._memory = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=device)
-        self._first = -self._memory.data_ptr() % ALIGNMENT_BYTES  # drives are read past the page cache into whole pages
+        memory = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=device)
+        memory = memory[-memory.data_ptr() % ALIGNMENT_BYTES :]  # drives are read past the page cache into whole pages
+        self._buffers: dict[str, Tensor] = {}  # a row for each slice
+        for name, dtype in plan.states.items():
+            own, memory = memory.tensor_split([SLICE_BUFFERS * plan.slice_elements * dtype.itemsize])
+            self._buffers[name] = own.view(SLICE_BUFFERS, -1)
 
     def __enter__(self) -> _Ring:
         return self
@@ -387,16 +391,12 @@ class _Ring:
             for copy in copies:
                 with suppress(StorageError):
                     copy()
-        self._memory = torch.empty(0, dtype=torch.uint8)  # the traceback of an error would keep it
+        self._buffers.clear()  # the traceback of an error would keep them
 
     def read(self, number: int, begin: int) -> None:
         """Begin to read a slice. Waits until the slice before it in the same buffers is written."""
         _wait(self._writing, number - SLICE_BUFFERS)
-        copies = self._reading[number] = []  # there before the first copy begins: if the next one fails, somebody waits for it
-        for name, dtype in self._plan.states.items():
-            if name not in self._plan.fresh:
-                memory = self._bytes(number, begin, name)
-                copies.append(self._pager.lending.copy_range(self._blocks[name], begin * dtype.itemsize, memory, to_slot=False))
+        self._begin(self._reading, number, begin, to_slot=False)
 
     def take(self, number: int, begin: int) -> dict[str, Tensor]:
         """Return the slices of all states. Waits until they are read."""
@@ -406,10 +406,14 @@ class _Ring:
 
     def write(self, number: int, begin: int) -> None:
         """Begin to write a slice."""
-        copies = self._writing[number] = []
+        self._begin(self._writing, number, begin, to_slot=True)
+
+    def _begin(self, copies: dict[int, list[RangeCopy]], number: int, begin: int, *, to_slot: bool) -> None:
+        begun = copies[number] = []  # there before the first copy begins: if the next one fails, somebody waits for it
         for name, dtype in self._plan.states.items():
-            memory = self._bytes(number, begin, name)
-            copies.append(self._pager.lending.copy_range(self._blocks[name], begin * dtype.itemsize, memory, to_slot=True))
+            if to_slot or name not in self._plan.fresh:
+                memory = self._bytes(number, begin, name)
+                begun.append(self._pager.lending.copy_range(self._blocks[name], begin * dtype.itemsize, memory, to_slot=to_slot))
 
     def finish(self) -> None:
         """Wait until all slices are written."""
@@ -421,11 +425,8 @@ class _Ring:
 
     def _bytes(self, number: int, begin: int, name: str) -> Tensor:
         """Return the buffer of a state's slice, in whole pages."""
-        names = list(self._plan.states)
-        before = sum(self._plan.states[other].itemsize for other in names[: names.index(name)])
-        itemsize = self._plan.states[name].itemsize
-        offset = self._first + self._plan.slice_elements * (SLICE_BUFFERS * before + number % SLICE_BUFFERS * itemsize)
-        return self._memory[offset : offset + align_up(self._length(begin) * itemsize)]
+        size = align_up(self._length(begin) * self._plan.states[name].itemsize)
+        return self._buffers[name][number % SLICE_BUFFERS, :size]
 
 
 def _wait(copies: dict[int, list[RangeCopy]], number: int) -> None:

@@ -56,9 +56,9 @@ def storage_bytes(tensor: torch.Tensor, symbols: Symbols = MappingProxyType({}))
     return (last + 1) * tensor.element_size()
 
 
-def output_bytes(node: Node, symbols: Symbols = MappingProxyType({})) -> int:
-    """Return the bytes of all tensors that `node` returns. Symbolic sizes without a value: see `known_size`."""
-    return sum(storage_bytes(t, symbols) for t in fake_tensors(node.meta.get("val")))
+def output_bytes(node: Node) -> int:
+    """Return the bytes of all tensors that `node` returns. Symbolic sizes: see `known_size`."""
+    return sum(map(storage_bytes, fake_tensors(node.meta.get("val"))))
 
 
 def tensors_at(node: Node) -> Iterator[torch.Tensor]:
