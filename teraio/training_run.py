@@ -22,7 +22,7 @@ from planner.errors import BudgetError, UnsupportedError
 from runtime.execution import OperatorRunner, Program, Reruns, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import UNNAMED, Block, Pager
 from runtime.system import interruptible, uninterrupted
-from teraio.distributed import LibraryCalls, ShardedParameters, UpdateBroadcasts
+from teraio.distributed import LibraryCalls, ShardedParameters
 from teraio.following import IterationObserver
 from teraio.graph_needs import GraphNeeds
 from teraio.machine import Machine, Shared, open_machine
@@ -147,7 +147,7 @@ class TrainingRun:
             rates=parts.host_rates or self._host_rates(options),
             sizes=subgroups,
             sharded=self._sharded,
-            broadcasts=UpdateBroadcasts(self._calls),
+            calls=self._calls,
         )
         self._gradients: list[AddedGradients | AutogradReads] = [AddedGradients(self._pager, self._observer)]
         if self._pager.drives_are_out_of_reach:

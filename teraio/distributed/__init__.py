@@ -2,7 +2,7 @@
 
 from teraio.distributed.ddp import (
     GradientBuckets,
-    UpdateBroadcasts,
+    broadcast_in_stages,
     is_sharded_over_all,
     optimizer_inside,
     rank_count,

@@ -113,45 +113,39 @@ def optimizer_inside(optimizer: Optimizer) -> Optimizer | None:
     return inner if isinstance(inner, Optimizer) else None
 
 
-class UpdateBroadcasts:
-    """Makes stages of the broadcasts of the optimizers that it is given. Keeps no optimizer alive."""
+def broadcast_in_stages(calls: LibraryCalls, optimizer: Any) -> None:
+    """Make stages of the broadcasts of this `ZeroRedundancyOptimizer`, from the next one on. Twice does no harm.
 
-    def __init__(self, calls: LibraryCalls) -> None:
-        self._calls = calls
+    Not of one with `parameters_as_bucket_view`, which sends whole buckets: they are PyTorch's, and do not move.
+    """
+    if not optimizer.parameters_as_bucket_view:
+        calls.replace(optimizer, "_sync_params", _sync_params)
 
-    def watch(self, optimizer: Any) -> None:
-        """Make stages of the broadcasts of this `ZeroRedundancyOptimizer`, from the next one on. Twice does no harm.
 
-        Not of one with `parameters_as_bucket_view`, which sends whole buckets: they are PyTorch's, and do not move.
-        """
-        if not optimizer.parameters_as_bucket_view:
-            self._calls.replace(optimizer, "_sync_params", self._sync_params)
+def _sync_params(calls: LibraryCalls, optimizer: Any) -> None:
+    shares = _shares(optimizer) if calls.active() else []
+    blocks = [[b for each in share if (b := calls.pager.known_block(each)) is not None] for _, share in shares]
+    if not any(blocks):
+        type(optimizer)._sync_params(optimizer)
+        return
+    with calls.region(("broadcast", id(optimizer)), len(shares), step_goes_on=True):
+        for number, ((rank, share), own) in enumerate(zip(shares, blocks, strict=True)):
 
-    def _sync_params(self, optimizer: Any) -> None:
-        pager, active = self._calls.pager, self._calls.active()
-        shares = _shares(optimizer) if active else []
-        blocks = [[b for each in share if (b := pager.known_block(each)) is not None] for _, share in shares]
-        if not any(blocks):
-            type(optimizer)._sync_params(optimizer)
-            return
-        with self._calls.region(("broadcast", id(optimizer)), len(shares), step_goes_on=True):
-            for number, ((rank, share), own) in enumerate(zip(shares, blocks, strict=True)):
+            def broadcast(rank: int = rank, share: Sequence[Tensor] = share) -> Sequence[Block]:
+                source = dist.get_global_rank(optimizer.process_group, rank)
+                work = [dist.broadcast(each.data, source, optimizer.process_group, async_op=True) for each in share]
+                for each in work:
+                    each.wait()
+                return ()
 
-                def broadcast(rank: int = rank, share: Sequence[Tensor] = share) -> Sequence[Block]:
-                    source = dist.get_global_rank(optimizer.process_group, rank)
-                    work = [dist.broadcast(each.data, source, optimizer.process_group, async_op=True) for each in share]
-                    for each in work:
-                        each.wait()
-                    return ()
-
-                self._calls.observer.run_stage(
-                    f"forward/updated.{number}",
-                    broadcast,
-                    phase="forward",
-                    read=list(dict.fromkeys(own)),
-                    written=own if rank != optimizer.rank else (),
-                    collective=True,
-                )
+            calls.observer.run_stage(
+                f"forward/updated.{number}",
+                broadcast,
+                phase="forward",
+                read=list(dict.fromkeys(own)),
+                written=own if rank != optimizer.rank else (),
+                collective=True,
+            )
 
 
 def _shares(optimizer: Any) -> list[tuple[int, list[Tensor]]]:

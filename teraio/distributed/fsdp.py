@@ -42,7 +42,7 @@ class ShardedParameters:
 
     def __init__(self, pager: Pager, calls: LibraryCalls | None = None) -> None:
         self._pager = pager
-        self._groups = _GroupStages(calls) if calls is not None and not self.stay else None
+        self._calls = None if self.stay else calls
         self._shards: Any = WeakTensorKeyDictionary()
         self._gathered: dict[int, StorageWeakRef] = {}
         self._checked: set[tuple[type, type]] = set()  # classes of groups and parameters that have the names that are used
@@ -72,8 +72,9 @@ class ShardedParameters:
             gathered = getattr(parameter, "_unsharded_param", None)
             if gathered is not None and _key(gathered) in new:
                 self._take(parameter, gathered)
-                if self._groups is not None:
-                    self._groups.watch(group)
+                if self._calls is not None:
+                    self._calls.replace(group, "unshard", _unshard)
+                    self._calls.replace(group, "post_backward", _post_backward)
 
     def _check(self, group: Any, parameter: Any) -> None:
         if (type(group), type(parameter)) not in self._checked:
@@ -97,79 +98,73 @@ class ShardedParameters:
             self._pager.make_movable(parameter.sharded_param)
 
 
-class _GroupStages:
-    """Makes stages of the gathering and reducing of the groups that it is given. Keeps no group alive."""
+# Called in place of the methods of a group, an `FSDPParamGroup`, see [Note: Gathering as a stage].
 
-    def __init__(self, calls: LibraryCalls) -> None:
-        self._calls = calls
 
-    def watch(self, group: Any) -> None:
-        """Make stages of what this group does, from its next call on. group: an `FSDPParamGroup`. Twice does no harm."""
-        self._calls.replace(group, "unshard", self._unshard)
-        self._calls.replace(group, "post_backward", self._post_backward)
+def _unshard(calls: LibraryCalls, group: Any, async_op: bool = False) -> None:
+    def gather() -> Sequence[Block]:
+        type(group).unshard(group, async_op)
+        return ()
 
-    def _unshard(self, group: Any, async_op: bool = False) -> None:
-        def gather() -> Sequence[Block]:
-            type(group).unshard(group, async_op)
-            return ()
+    in_backward = group._training_state.name == "PRE_BACKWARD"
+    begun = group._all_gather_result is not None or not group.is_sharded or (in_backward and not group.unshard_in_backward)
+    if begun or not calls.active():
+        gather()
+        return
+    shards, phase = _shards(calls.pager, group), "backward" if in_backward else "forward"
+    with calls.region(("gather", id(group)), 1):
+        calls.observer.run_stage(_name(group, phase, "gather"), gather, phase=phase, read=shards, collective=True)
 
-        in_backward = group._training_state.name == "PRE_BACKWARD"
-        begun = group._all_gather_result is not None or not group.is_sharded or (in_backward and not group.unshard_in_backward)
-        if begun or not self._calls.active():
-            gather()
-            return
-        shards, phase = self._shards(group), "backward" if in_backward else "forward"
-        with self._calls.region(("gather", id(group)), 1):
-            name = _name(group, phase, "gather")
-            self._calls.observer.run_stage(name, gather, phase=phase, read=shards, collective=True)
 
-    def _post_backward(self, group: Any, *unused: Any) -> None:
-        found = (g for p in group.fsdp_params for g in (p.unsharded_accumulated_grad, getattr(_gathered(p), "grad", None)))
-        whole = [gradient for gradient in found if gradient is not None]  # of all shards, that FSDP is about to reduce
-        if not whole or not self._calls.active():
-            type(group).post_backward(group, *unused)
-            return
-        reduced = self._known_blocks(whole)
-        whole.clear()  # FSDP frees them before it makes the others
-        gathered = self._known_blocks([p for each in group.fsdp_params if (p := _gathered(each)) is not None])
-        before = self._gradients(group)
-        size = sum(each._sharded_param_data.nbytes for each in group.fsdp_params)
+def _post_backward(calls: LibraryCalls, group: Any, *unused: Any) -> None:
+    found = (g for p in group.fsdp_params for g in (p.unsharded_accumulated_grad, getattr(_gathered(p), "grad", None)))
+    whole = [gradient for gradient in found if gradient is not None]  # of all shards, that FSDP is about to reduce
+    if not whole or not calls.active():
+        type(group).post_backward(group, *unused)
+        return
+    pager = calls.pager
+    reduced = _known_blocks(pager, whole)
+    whole.clear()  # FSDP frees them before it makes the others
+    gathered = _known_blocks(pager, [p for each in group.fsdp_params if (p := _gathered(each)) is not None])
+    before = _gradients(pager, group)
+    size = sum(each._sharded_param_data.nbytes for each in group.fsdp_params)
 
-        def reduce() -> Sequence[Block]:
-            type(group).post_backward(group, *unused)
-            return [block for block in self._gradients(group) if block not in before]
+    def reduce() -> Sequence[Block]:
+        type(group).post_backward(group, *unused)
+        return [block for block in _gradients(pager, group) if block not in before]
 
-        with self._calls.region(("reduce", id(group)), 1):
-            made = self._calls.observer.run_stage(
-                _name(group, "backward", "reduce"),
-                reduce,
-                phase="backward",
-                read=list(dict.fromkeys((*reduced, *gathered, *before))),
-                written=before,
-                freed=[*reduced, *gathered],
-                made_bytes=0 if before else size,
-                workspace_bytes=size if before else 0,  # to be added to those that there are
-                collective=True,
-            )
-            self._calls.pager.show_to_user(made)
+    with calls.region(("reduce", id(group)), 1):
+        made = calls.observer.run_stage(
+            _name(group, "backward", "reduce"),
+            reduce,
+            phase="backward",
+            read=list(dict.fromkeys((*reduced, *gathered, *before))),
+            written=before,
+            freed=[*reduced, *gathered],
+            made_bytes=0 if before else size,
+            workspace_bytes=size if before else 0,  # to be added to those that there are
+            collective=True,
+        )
+        pager.show_to_user(made)
 
-    def _known_blocks(self, tensors: Sequence[Tensor]) -> list[Block]:
-        return [block for tensor in tensors if (block := self._calls.pager.known_block(tensor)) is not None]
 
-    def _shards(self, group: Any) -> list[Block]:
-        """Return the blocks of the group's shards. New ones become blocks."""
-        pager = self._calls.pager
-        for each in group.fsdp_params:
-            pager.make_movable(each.sharded_param)
-        named = ((each.sharded_param, each._param_fqn) for each in group.fsdp_params)
-        return [pager.block_of(shard, name=name, kind="parameter", user_visible=True) for shard, name in named]
+def _known_blocks(pager: Pager, tensors: Sequence[Tensor]) -> list[Block]:
+    return [block for block in pager.known_blocks(tensors) if block is not None]
 
-    def _gradients(self, group: Any) -> list[Block]:
-        """Return the blocks of the shards' gradients: one, since FSDP makes all of them in one storage, or a few."""
-        named = ((each.sharded_param.grad, each._param_fqn) for each in group.fsdp_params)
-        block_of = self._calls.pager.block_of
-        found = (block_of(g, name=f"{name}.grad", kind="gradient", user_visible=False) for g, name in named if g is not None)
-        return list(dict.fromkeys(found))
+
+def _shards(pager: Pager, group: Any) -> list[Block]:
+    """Return the blocks of the group's shards. New ones become blocks."""
+    for each in group.fsdp_params:
+        pager.make_movable(each.sharded_param)
+    named = ((each.sharded_param, each._param_fqn) for each in group.fsdp_params)
+    return [pager.block_of(shard, name=name, kind="parameter", user_visible=True) for shard, name in named]
+
+
+def _gradients(pager: Pager, group: Any) -> list[Block]:
+    """Return the blocks of the shards' gradients: one, since FSDP makes all of them in one storage, or a few."""
+    named = ((each.sharded_param.grad, f"{each._param_fqn}.grad") for each in group.fsdp_params)
+    found = (pager.block_of(g, name=name, kind="gradient", user_visible=False) for g, name in named if g is not None)
+    return list(dict.fromkeys(found))
 
 
 def _key(tensor: Tensor) -> int:

@@ -36,20 +36,22 @@ class LibraryCalls:
     explained: Callable[[BudgetError], BudgetError]
     _changed: weakref.WeakKeyDictionary[Any, list[str]] = field(init=False, default_factory=weakref.WeakKeyDictionary)
 
-    def replace(self, owner: Any, name: str, method: Callable[..., None]) -> None:
-        """Have `method(owner, ...)` called where others call `owner.name(...)`. Does nothing if that was done before.
+    def replace(self, owner: Any, name: str, function: Callable[..., None]) -> None:
+        """Have `function(self, owner, ...)` called where others call `owner.name(...)`. Does nothing if that was done before.
 
-        Dynamo does not trace it. Once the object of `method` is gone, the method of the class runs.
+        Dynamo does not trace it. Once `self` is gone, the method of the class runs.
         """
         if name in vars(owner):
             return
-        own, ours = weakref.ref(owner), weakref.WeakMethod(method)
+        own, ours = weakref.ref(owner), weakref.ref(self)
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def call(*arguments: Any, **named: Any) -> None:
-            there, run = own(), ours()
-            if there is not None:
-                (run or getattr(type(there), name))(there, *arguments, **named)
+            there, calls = own(), ours()
+            if there is not None and calls is not None:
+                function(calls, there, *arguments, **named)
+            elif there is not None:
+                getattr(type(there), name)(there, *arguments, **named)
 
         setattr(owner, name, call)
         self._changed.setdefault(owner, []).append(name)

@@ -33,7 +33,7 @@ from runtime.device import Mark
 from runtime.execution import StageRun
 from runtime.paging import Pager
 from runtime.system import annotate, forget_undo, undo_if_interrupted, uninterrupted
-from teraio.distributed import ShardedParameters, UpdateBroadcasts, optimizer_inside, refuse_overlapping
+from teraio.distributed import LibraryCalls, ShardedParameters, broadcast_in_stages, optimizer_inside, refuse_overlapping
 from teraio.following import IterationObserver
 from teraio.optimizer.arithmetic import refuse_with_masters
 from teraio.optimizer.facts import OptimizerFacts, OwnHooks, StepArguments, after_closure, closure_of, moves, owned_parameters
@@ -58,7 +58,7 @@ class OptimizerSteps(OwnHooks):
     bookkeeping is finished. automatic: manage every optimizer; if False, only those given to `manage`. ensure_room, rates: see
     `SubgroupSteps`. sizes: chooses how large subgroups are. overlap: update parameters inside the backward pass where possible;
     the attribute `overlap` is then the interface of that option for compiled graphs, else None. sharded: shards of the parameters
-    that the graphs take. broadcasts: makes stages of what `ZeroRedundancyOptimizer` sends. buckets_due: whether there may be
+    that the graphs take. calls: makes stages of what `ZeroRedundancyOptimizer` sends. buckets_due: whether there may be
     buckets of gradients that are not counted yet.
     """
 
@@ -75,7 +75,7 @@ class OptimizerSteps(OwnHooks):
         sizes: SubgroupSizes | None = None,
         overlap: bool = False,
         sharded: ShardedParameters | None = None,
-        broadcasts: UpdateBroadcasts | None = None,
+        calls: LibraryCalls | None = None,
     ) -> None:
         self._active = active
         self._step_done = step_done
@@ -88,7 +88,7 @@ class OptimizerSteps(OwnHooks):
         self.overlap = OverlappedSteps(pager, observer, self._optimizers) if overlap else None
         self._reads_where_it_waits = not pager.device.asynchronous  # so a step can do without having its states brought in
         self.buckets_due = True
-        self._broadcasts = broadcasts
+        self._calls = calls
         self._marks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._said: set[str] = set()
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
@@ -150,8 +150,8 @@ class OptimizerSteps(OwnHooks):
         if inside is not None:  # its step is the one that counts
             if inside not in self._marks:
                 self._marks[inside] = inside.register_step_pre_hook(_UPDATED_HERE.there)
-            if self._broadcasts is not None:
-                self._broadcasts.watch(optimizer)
+            if self._calls is not None:
+                broadcast_in_stages(self._calls, optimizer)
             return None
         managed = self._optimizers.of(optimizer)
         with uninterrupted():

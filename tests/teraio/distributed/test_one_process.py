@@ -194,9 +194,8 @@ class Library:
         self.worked.append(how)
 
 
-class Ours:
-    def work(self, owner: Library, how: str = "plainly") -> None:
-        Library.work(owner, f"{how}, by us")
+def work_by_us(calls: LibraryCalls, owner: Library, how: str = "plainly") -> None:
+    Library.work(owner, f"{how}, by us")
 
 
 def calls_for(pager: Pager) -> tuple[LibraryCalls, IterationObserver]:
@@ -209,9 +208,9 @@ def explained(error: BudgetError) -> BudgetError:
 
 
 def test_a_method_is_replaced_until_close() -> None:
-    calls, library, ours = calls_for(Pager(mover=None, budget_bytes=None))[0], Library(), Ours()
-    calls.replace(library, "work", ours.work)
-    calls.replace(library, "work", ours.work)
+    calls, library = calls_for(Pager(mover=None, budget_bytes=None))[0], Library()
+    calls.replace(library, "work", work_by_us)
+    calls.replace(library, "work", work_by_us)
     library.work("well")
     calls.close()
     library.work("well")
