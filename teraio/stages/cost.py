@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
+import networkx as nx
 import torch
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
@@ -418,22 +419,10 @@ def _fused(nodes: Sequence[Node]) -> list[list[Node]]:
     after: dict[Node, int] = {}  # the most kernels of other kinds on a way to the node; operators around one cannot be fused
     for node in nodes:
         after[node] = max((after[s] + (s in heavy) for s in node.all_input_nodes if s in after), default=0)
-    groups = [*([node] for node in heavy), *_connected([node for node in nodes if node not in heavy], after)]
+    others = nx.Graph()
+    others.add_nodes_from(node for node in nodes if node not in heavy)
+    taken = ((source, node) for node in others for source in node.all_input_nodes)
+    others.add_edges_from((source, node) for source, node in taken if source in others and after[source] == after[node])
     order = {node: position for position, node in enumerate(nodes)}
-    return sorted(groups, key=lambda group: max(order[node] for node in group))
-
-
-def _connected(nodes: Sequence[Node], after: Mapping[Node, int]) -> list[list[Node]]:
-    """Return groups of nodes: one that takes the result of another, and comes after the same number, is in its group."""
-    group_of: dict[Node, list[Node]] = {}
-    for node in nodes:
-        mine = [node]
-        for source in node.all_input_nodes:
-            other = group_of.get(source)
-            if other is not None and other is not mine and after[source] == after[node]:
-                other.extend(mine)
-                for member in mine:
-                    group_of[member] = other
-                mine = other
-        group_of[node] = mine
-    return list({id(group): group for group in group_of.values()}.values())
+    connected = (sorted(group, key=order.__getitem__) for group in nx.connected_components(others))
+    return sorted([*([node] for node in heavy), *connected], key=lambda group: order[group[-1]])
