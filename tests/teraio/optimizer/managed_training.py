@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from planner.errors import StorageError
 from runtime.cpu import CheckedCpuMover, CpuMemory, CpuMover
-from runtime.device import CpuDevice, Device
+from runtime.device import CpuDevice
 from runtime.paging import Block, Mover, Pager, State, Tier, Tiers
 from runtime.storage import HostStore, PosixStore, Store
 from runtime.transfer import Engine
@@ -80,12 +80,6 @@ class ManagedTraining:
         return profile_of(self.iterations[-2:], fixed_bytes=self.pager.account.unmoved_bytes, hardware=machine)
 
 
-class AsynchronousDevice(CpuDevice):
-    """Says of itself that it works on its own, as a GPU does."""
-
-    asynchronous = True
-
-
 class Training(ManagedTraining):
     """Over a mover whose copies end when a test says so. Parameters of 4 KiB move, and are subgroups by themselves."""
 
@@ -94,19 +88,12 @@ class Training(ManagedTraining):
         count: int = 6,
         *,
         budget_bytes: int | None,
-        gpu: bool = False,
-        device: Device | None = None,
-        mover: Mover | None = None,
         parameters: list[nn.Parameter] | None = None,
         sizes: SubgroupSizes | None = None,
     ) -> None:
         self.mover = MemoryMover()
-        pager = Pager(
-            mover=mover or self.mover,
-            budget_bytes=budget_bytes,
-            device=device or (AsynchronousDevice() if gpu else CpuDevice()),
-            condition=Stepping(self.finish_one),
-        )
+        condition = Stepping(self.finish_one)
+        pager = Pager(mover=self.mover, budget_bytes=budget_bytes, device=CpuDevice(), condition=condition)
         super().__init__(
             pager,
             square_parameters(count) if parameters is None else parameters,

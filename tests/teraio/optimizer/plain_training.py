@@ -174,10 +174,6 @@ def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str
     return [name for name, value in found.items() if not torch.equal(value, expected[name])]
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return not differing(found, expected)
-
-
 def state_bytes(optimizer: Optimizer) -> int:
     """Bytes of all tensors in the optimizer's state. A storage that several tensors share counts once."""
     storages = [value.untyped_storage() for value in tree_leaves(dict(optimizer.state)) if isinstance(value, Tensor)]

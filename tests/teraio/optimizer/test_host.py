@@ -96,16 +96,9 @@ def test_deterministic_algorithms_keep_updates_on_the_device() -> None:
     assert OptimizerFacts.of(optimizer).off_host_because is None
 
 
-class Knowing:
-    """Stands in for a pager that knows all tensors."""
-
-    def known_block(self, tensor: Tensor) -> Any:
-        return SimpleNamespace(span=True)
-
-
 def on_host(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the update of its only parameter can run there."""
-    pager: Any = Knowing()
+    pager: Any = SimpleNamespace(known_block=lambda tensor: SimpleNamespace(span=True))  # knows all tensors
     return bool(HostUpdates(pager)._member(OptimizerFacts.of(optimizer), owned_parameters(optimizer)[0]))
 
 
@@ -187,10 +180,7 @@ class Room:
 
 
 KEPT = torch.optim.AdamW([torch.zeros(4)])
-
-
-def adam() -> OptimizerFacts:
-    return OptimizerFacts.of(KEPT)
+ADAM = OptimizerFacts.of(KEPT)
 
 
 @pytest.fixture
@@ -202,12 +192,12 @@ def test_a_host_tier_that_is_full_at_first_is_measured_later(few_elements: None)
     room = Room()
     rates = HostRates(room, shared=False)
     room.there = False
-    assert rates.seconds(adam(), torch.float32, 1000) is None
+    assert rates.seconds(ADAM, torch.float32, 1000) is None
     room.there = True
-    seconds = rates.seconds(adam(), torch.float32, 1000)
+    seconds = rates.seconds(ADAM, torch.float32, 1000)
     assert seconds is not None and 0 < seconds < 1
     asked = room.asked
-    assert rates.seconds(adam(), torch.float32, 2000) == 2 * seconds and room.asked == asked
+    assert rates.seconds(ADAM, torch.float32, 2000) == 2 * seconds and room.asked == asked
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -231,5 +221,5 @@ def test_an_update_that_fails_while_it_is_measured_says_so(
 
     monkeypatch.setattr(host, "update_replicas", update)
     with pytest.raises(ValueError, match="no such luck"):
-        HostRates(room, shared=True).seconds(adam(), torch.float32, 1000)
+        HostRates(room, shared=True).seconds(ADAM, torch.float32, 1000)
     assert still_there and set(still_there) == {2} and room.held == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from teraio.following import IterationObserver
 from teraio.optimizer import SubgroupSizes
 from teraio.optimizer.arithmetic import run_step
 from teraio.optimizer.facts import owned_parameters
-from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers, ShardedParameters
+from teraio.optimizer.managed import ManagedOptimizers, ShardedParameters
 
 from .managed_training import Start, Training
 from .plain_training import (
@@ -79,12 +78,6 @@ def test_managed_and_not_by_turns(started: Start) -> None:
     training.steps.close()
     train_most(training.parameters, optimizer, 3, 9)
     assert differences(optimizer, Textbook(half_parameters(torch.bfloat16), MASTER_OPTIMIZERS["AdamW"]).train(12)) == []
-
-
-def unmoved(optimizer: Optimizer) -> ManagedOptimizer:
-    """The optimizer under a pager without budget and lower tiers."""
-    pager = Pager(mover=None, budget_bytes=None)
-    return ManagedOptimizers(pager, IterationObserver(pager), SubgroupSizes(), ShardedParameters(pager)).of(optimizer)
 
 
 def test_user_code_that_writes_to_a_parameter(started: Start) -> None:
@@ -160,7 +153,8 @@ def test_an_update_allocates_no_more_than_was_reserved(memory: CpuMemory, name: 
     shapes = [(32, 16384), (64, 16384), (64, 16384), (64, 32768)]  # 1 MiB and more; narrow, as Muon multiplies by the transpose
     parameters = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes[:count]]
     optimizer = keeping(MASTER_OPTIMIZERS[name](parameters))
-    managed = unmoved(optimizer)
+    pager = Pager(mover=None, budget_bytes=None)
+    managed = ManagedOptimizers(pager, IterationObserver(pager), SubgroupSizes(), ShardedParameters(pager)).of(optimizer)
     for _ in range(1 + stale):
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, dtype=torch.bfloat16)
@@ -228,29 +222,15 @@ def test_a_copy_of_an_optimizer_has_to_be_given_again() -> None:
     """With its parameters, as for the best weights so far."""
     parameters = half_parameters(torch.bfloat16)
     optimizer = keeping(torch.optim.AdamW(parameters))
-    for step in range(3):
-        set_most_gradients(parameters, step)
-        optimizer.step()
+    train_most(parameters, optimizer, 3)
     copied, copies = copy.deepcopy((optimizer, parameters))
     keeping(copied)
-    for step in range(3, 6):
-        set_most_gradients(copies, step)
-        copied.step()
+    train_most(copies, copied, 3, 3)
     assert differences(copied, Textbook(half_parameters(torch.bfloat16), torch.optim.AdamW).train(6)) == []
     assert differences(optimizer, Textbook(half_parameters(torch.bfloat16), torch.optim.AdamW).train(3)) == []
 
 
 # -- what is refused
-
-
-class Own(Optimizer):
-    """Of a user's own."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-
-    def step(self, closure: Any = None) -> None:
-        raise NotImplementedError
 
 
 def differentiable(parameters: list[nn.Parameter]) -> Optimizer:
@@ -267,7 +247,6 @@ def hooked(parameters: list[nn.Parameter]) -> Optimizer:
     ("make", "reason"),
     [
         (torch.optim.LBFGS, "LBFGS cannot be updated over fp32 copies: its update is not known to treat each parameter by it"),
-        (Own, "Own cannot be updated over fp32 copies: its update is not known"),
         (differentiable, "SGD cannot be updated over fp32 copies: it is differentiable"),
         (hooked, "there are step hooks besides teraio's; use an optimizer of torch.optim that updates each parameter by itself"),
     ],
@@ -287,9 +266,7 @@ def test_steps_that_cannot_be_run_by_parts(started: Start, managed: bool, how: s
     """When they are called; they change nothing, and the next step works."""
     training = started(budget_bytes=None, parameters=half_parameters(torch.bfloat16))
     optimizer = keeping(torch.optim.AdamW(training.parameters))
-    for step in range(2):
-        set_most_gradients(training.parameters, step)
-        optimizer.step()
+    train_most(training.parameters, optimizer, 2)
     training.active = managed
     before = [p.detach().clone() for p in training.parameters]
     set_most_gradients(training.parameters, 2)

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import BudgetError
-from runtime.paging import Block, Pager, State
+from runtime.paging import Block, Pager
 from teraio.optimizer.facts import owned_parameters
 from teraio.optimizer.subgroup_steps import GradientVersions
 
-from .managed_training import Start, Training
+from .managed_training import Start
 from .plain_training import (
     KIB,
     SIZE,
+    differing,
     everything,
     plain,
-    same,
     set_gradients,
     square_parameters,
     state_bytes,
@@ -61,55 +61,40 @@ def test_the_peak_stays_within_the_budget(started: Start) -> None:
     training.pager.account.budget_bytes = smallest
     training.train(optimizer, 6)
     assert training.pager.account.peak_bytes <= smallest
-    assert same(everything(optimizer), plain(6))
+    assert not differing(everything(optimizer), plain(6))
 
 
 # -- overlap
 
 
-class Watch:
-    """Lets each update take as long as `copies` copies; then what flies (kind, name), and which states are there."""
-
-    def __init__(self, training: Training, copies: int) -> None:
-        self.flying: list[set[tuple[str, str]]] = []
-        self.there: list[set[str]] = []
-        retire = training.pager.retire
-
-        def noting(*args: Any, **more: Any) -> None:
-            for _ in range(copies):
-                training.finish_one()
-            self.flying.append({(copy.kind, copy.block.name) for copy in training.mover.flying})
-            self.there.append({name for name, block in training.states().items() if block.state is State.ON_DEVICE})
-            retire(*args, **more)
-
-        training.pager.retire = noting  # type: ignore[method-assign]
-
-
-def names(number: int) -> set[str]:
-    return {f"optimizer/layer.{number}.exp_avg", f"optimizer/layer.{number}.exp_avg_sq"}
-
-
-def watched(training: Training, copies: int) -> Watch:
-    """The fifth step, of eight subgroups."""
+def test_the_next_ones_arrive_and_those_before_leave_while_one_updates(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the fifth step, of eight subgroups. Each update takes as long as a copy."""
+    training = started(8, budget_bytes=20 * SIZE)
     optimizer = torch.optim.AdamW(training.parameters)
     training.train(optimizer, 4)
-    watch = Watch(training, copies)
+    seen: list[set[tuple[str, str]]] = []
+    retire = training.pager.retire
+
+    def noting(*args: Any, **more: Any) -> None:
+        training.finish_one()
+        seen.append({(copy.kind, copy.block.name) for copy in training.mover.flying})
+        retire(*args, **more)
+
+    monkeypatch.setattr(training.pager, "retire", noting)
     training.train(optimizer, 1, first=4)
-    assert len(watch.flying) == 8
-    assert same(everything(optimizer), plain(5, square_parameters(8)))
-    return watch
-
-
-def test_the_next_ones_arrive_and_those_before_leave_while_one_updates(started: Start) -> None:
-    watch = watched(started(8, budget_bytes=20 * SIZE), copies=1)
+    assert len(seen) == 8 and not differing(everything(optimizer), plain(5, square_parameters(8)))
     both = 0
-    for number, flying in enumerate(watch.flying):
+    for number, flying in enumerate(seen):
         following = names(number + 1) | {f"layer.{number + 1}", f"optimizer/gradient.{number + 1}"}
         arriving = {name for kind, name in flying if kind == "in"}
         leaving = {name for kind, name in flying if kind == "out"}
         assert arriving <= following and not leaving & (following | names(number))
         both += bool(arriving and leaving)
-    assert both >= 4, watch.flying
+    assert both >= 4, seen
+
+
+def names(number: int) -> set[str]:
+    return {f"optimizer/layer.{number}.exp_avg", f"optimizer/layer.{number}.exp_avg_sq"}
 
 
 # -- what user code does
@@ -136,7 +121,7 @@ def test_loaded_states_take_the_place_of_the_old_ones(started: Start) -> None:
     assert [training.observer.plan._by_id[n] for n in range(len(after))] == [after[name] for name in before]
     assert [after[name].uses for name in before] == [block.uses for block in before.values()]
     training.train(optimizer, 2, first=4)
-    assert same(everything(optimizer), plain(6))
+    assert not differing(everything(optimizer), plain(6))
 
 
 def test_an_optimizer_that_is_gone_counts_no_more(started: Start) -> None:
