@@ -190,8 +190,7 @@ def test_a_solver_that_fails_changes_nothing(training: VirtualTraining, caplog: 
     running = Following(training, (6, 6))
     running.jobs.answers = [SolverError("out of luck")] * 4
     before = running.in_force.trace
-    with caplog.at_level(logging.WARNING, logger="teraio"):
-        running.run_at(*[2.0] * 80)
+    running.run_at(*[2.0] * 80)
     assert running.replans == 0 and running.in_force.trace is before and running.asked_for(6) == [6]
     assert said(caplog)[0] == "no new plan could be made, the old one stays in force: out of luck"
     assert len(running.jobs.asked) == 4, "at once, and after 10, 20 and 40 iterations more"

@@ -5,7 +5,6 @@ Also what comes when parameters are updated there already, and what comes too la
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -44,8 +43,7 @@ pytestmark = compiled_input_needs_grad
 
 def said(caplog: pytest.LogCaptureFixture, step: Step = one_update, **settings: Any) -> tuple[Result, str]:
     """What `same` returns, and the one warning."""
-    with caplog.at_level(logging.WARNING, logger="teraio"):
-        result = same(step, **settings)
+    result = same(step, **settings)
     (record,) = caplog.records
     return result, record.getMessage()
 
@@ -145,8 +143,7 @@ def test_refused_with_a_reason(name: str, caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.parametrize("step", [one_update, with_closure])
 def test_nothing_in_the_way(step: Step, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="teraio"):
-        assert same(step).left == [ALL] * 3 + [set()] * (STEPS - 3)
+    assert same(step).left == [ALL] * 3 + [set()] * (STEPS - 3)
     assert not caplog.records
 
 
@@ -223,8 +220,7 @@ def test_with_the_option_optimizer_off(chosen: bool, caplog: pytest.LogCaptureFi
             teraio.manage_optimizer(run.optimizer)
         one_update(run, x, index)
 
-    with caplog.at_level(logging.WARNING, logger="teraio"):
-        result = train(case(step), options={**OVERLAPPED, "optimizer": "off"})
+    result = train(case(step), options={**OVERLAPPED, "optimizer": "off"})
     assert result.left[-1] == (set() if chosen else ALL)
     assert ("give the optimizer to teraio.manage_optimizer" in caplog.text) != chosen
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +97,7 @@ def test_by_a_plan(below: str, tmp_path: Path) -> None:
 
 def test_its_update_does_not_fit_into_the_backward_pass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The step updates it by slices, as ever; all others are updated inside."""
-    with caplog.at_level(logging.WARNING, logger="teraio"):
-        found = train(CASE, options=options("storage", tmp_path) | {"overlap_step": True})
+    found = train(CASE, options=options("storage", tmp_path) | {"overlap_step": True})
     check_exact(found, train(CASE, backend=None))
     assert found.status.phase == "planned" and found.status.device_peak_bytes <= BUDGET
     assert {name for name in found.moved_states if "embed" in name} == STATES
