@@ -118,12 +118,6 @@ STEPS = 6
 start_adamw = functools.partial(weights_of_1_mib, count=8, kind=torch.optim.AdamW, lr=0.01)
 
 
-def all_values(training: Training) -> list[Tensor]:
-    (optimizer,) = training.optimizers
-    states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    return [value.detach().clone() for value in (*training.module.parameters(), *states)]
-
-
 def train(training: Training, moment: Callable[[int, str], None] = lambda step, when: None) -> list[Tensor]:
     """Return parameters and states at the end. moment: called after each forward pass and each update, while blocks are away."""
 
@@ -136,7 +130,9 @@ def train(training: Training, moment: Callable[[int, str], None] = lambda step, 
 
     training.run(random_rows(STEPS), step)
     teraio.reset()
-    return all_values(training)
+    (optimizer,) = training.optimizers
+    states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return [value.detach().clone() for value in (*training.module.parameters(), *states)]
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,50 +23,55 @@ def stepping(training: Training) -> Callable[..., None]:
     return lambda batch=None, index=0: mean_square_step(training, torch.randn(16, 512) if batch is None else batch)
 
 
-def test_what_is_watched_agrees(tmp_path: Path, quick_links: None) -> None:
+Watch = Callable[[Callable[[teraio.IterationStats], object]], None]
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    """`teraio.on_iteration` until the end of the test."""
+    ends: list[Callable[[], None]] = []
+    yield lambda watcher: ends.append(teraio.on_iteration(watcher))
+    for end in ends * 2:  # nobody is taken away twice
+        end()
+
+
+def test_what_is_watched_agrees(tmp_path: Path, quick_links: None, watch: Watch) -> None:
     """With teraio's status."""
     told: list[teraio.IterationStats] = []
-    ends = [teraio.on_iteration(told.append), teraio.on_iteration(lambda stats: None)]
-    try:
-        options = {"memory_budget": 11 * MIB, "storage": tmp_path, "profile_iterations": 9}
-        training = weights_of_1_mib(options, count=8, momentum=0.9)
-        training.run(random_rows(STEPS), stepping(training))
-        assert [each.iteration for each in told] == list(range(STEPS))
-        (status,) = training.progress[-1]
-        assert status.iterations == STEPS and {each.phase for each in told} == {"profile"}
-        for link, moved in status.moved_bytes.items():
-            assert sum(each.moved_bytes[link] for each in told) <= moved, "copies may go on between two iterations"
-        last = told[-1]
-        assert last.seconds > last.waited_seconds >= 0.0 and last.predicted_seconds is None
-        assert 0 < last.tier_bytes["device"] <= 11 * MIB and last.tier_bytes["storage"] > 0
-        assert sum(last.tier_bytes.values()) >= 8 * MIB
-        assert last.moved_bytes["device->storage"] > 0 and last.bytes_per_second("storage->device")
-        training.finish()
-    finally:
-        for end in ends:
-            end()
-            end()  # not twice
-
-
-def test_what_a_watcher_raises_the_loop_raises() -> None:
-    def fail(stats: teraio.IterationStats) -> None:
-        raise KeyError("mine")
-
-    end = teraio.on_iteration(fail)
-    try:
-        training = weights_of_1_mib({}, count=1)
-        with pytest.raises(KeyError, match="mine"):
-            stepping(training)()
-    finally:
-        end()
+    watch(told.append)
+    watch(lambda stats: None)
+    options = {"memory_budget": 11 * MIB, "storage": tmp_path, "profile_iterations": 9}
+    training = weights_of_1_mib(options, count=8, momentum=0.9)
+    training.run(random_rows(STEPS), stepping(training))
+    assert [each.iteration for each in told] == list(range(STEPS))
+    (status,) = training.progress[-1]
+    assert status.iterations == STEPS and {each.phase for each in told} == {"profile"}
+    for link, moved in status.moved_bytes.items():
+        assert sum(each.moved_bytes[link] for each in told) <= moved, "copies may go on between two iterations"
+    last = told[-1]
+    assert last.seconds > last.waited_seconds >= 0.0 and last.predicted_seconds is None
+    assert 0 < last.tier_bytes["device"] <= 11 * MIB and last.tier_bytes["storage"] > 0
+    assert sum(last.tier_bytes.values()) >= 8 * MIB
+    assert last.moved_bytes["device->storage"] > 0 and last.bytes_per_second("storage->device")
     training.finish()
 
 
-def test_a_watcher_is_interrupted_at_once_and_may_replace_handlers(tmp_path: Path) -> None:
+def test_what_a_watcher_raises_the_loop_raises(watch: Watch) -> None:
+    def fail(stats: teraio.IterationStats) -> None:
+        raise KeyError("mine")
+
+    watch(fail)
+    training = weights_of_1_mib({}, count=1)
+    with pytest.raises(KeyError, match="mine"):
+        stepping(training)()
+    training.finish()
+
+
+def test_a_watcher_is_interrupted_at_once_and_may_replace_handlers(tmp_path: Path, watch: Watch) -> None:
     training = weights_of_1_mib({"memory_budget": 11 * MIB, "storage": tmp_path}, count=8, momentum=0.9)
     done = []
 
-    def watch(stats: teraio.IterationStats) -> None:
+    def interrupt(stats: teraio.IterationStats) -> None:
         if stats.iteration == 1:
             signal.signal(signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -76,14 +80,13 @@ def test_a_watcher_is_interrupted_at_once_and_may_replace_handlers(tmp_path: Pat
         done.append(stats.iteration)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    end = teraio.on_iteration(watch)
+    watch(interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
             training.run(random_rows(4), stepping(training))
         assert done == [0, 1] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         training.run(random_rows(2), stepping(training))
     finally:
-        end()
         signal.signal(signal.SIGINT, before)
     assert done == [0, 1, 3, 4]
     training.finish()
@@ -100,14 +103,10 @@ def profiled(step: Callable[[], None]) -> list[str]:
     return [event.name for event in found.events() if event.name.startswith("teraio::")]
 
 
-def training_under_16_mib(folder: Path, **options: Any) -> Callable[[], None]:
-    """One step of a training of 24 weights of 1 MiB, and as many momenta."""
-    return stepping(weights_of_1_mib({"memory_budget": 16 * MIB, "storage": folder, **options}, momentum=0.9))
-
-
 def test_stages_updates_waits_and_copies_have_names_while_a_profiler_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In a training of 24 weights of 1 MiB, and as many momenta."""
     made: list[str] = []
 
     class Noted(torch.profiler.record_function):
@@ -116,7 +115,7 @@ def test_stages_updates_waits_and_copies_have_names_while_a_profiler_runs(
             super().__init__(name, args)
 
     monkeypatch.setattr(torch.profiler, "record_function", Noted)
-    step = training_under_16_mib(tmp_path)
+    step = stepping(weights_of_1_mib({"memory_budget": 16 * MIB, "storage": tmp_path}, momentum=0.9))
     for _ in range(2):
         step()
     assert made == []

@@ -185,26 +185,19 @@ def profile_of(
     return build_profile(iterations, **names, hardware=hardware, fixed_bytes=fixed_bytes, survivors=set(survivors))
 
 
-def plan_for(trace: planner.Trace, *fetched: tuple[int, int], budget_blocks: int = STAGES) -> Plan:
+def plan_for(trace: planner.Trace, *fetched: tuple[int, int]) -> Plan:
     """Each weight (stage, start) is dropped after its use and fetched from `start` on, a position in the next iteration."""
-    moves = []
-    for stage, start in sorted(fetched, key=lambda pair: pair[1]):
-        place = stage + 1
-        moves.append(
-            Move(
-                block=stage,
-                after=place,
-                before=place + COUNT,
-                tier="storage",
-                offload=None,
-                prefetch=Prefetch(start=start + COUNT, ready_by=place + COUNT),
-            )
-        )
+
+    def move(stage: int, start: int) -> Move:
+        place, end = stage + 1, stage + 1 + COUNT
+        prefetch = Prefetch(start=start + COUNT, ready_by=end)
+        return Move(block=stage, after=place, before=end, tier="storage", offload=None, prefetch=prefetch)
+
     plan = Plan(
         trace_fingerprint=trace.fingerprint,
         policy="by hand",
-        budgets=Budgets(device_bytes=budget_blocks * BLOCK_BYTES),
-        moves=tuple(moves),
+        budgets=Budgets(device_bytes=STAGES * BLOCK_BYTES),
+        moves=tuple(move(*each) for each in sorted(fetched, key=lambda pair: pair[1])),
         initial=tuple(Placement(block=stage, tier="storage") for stage, start in sorted(fetched) if start >= 0),
     )
     found = planner.simulate(trace, plan)

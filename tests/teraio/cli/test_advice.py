@@ -138,14 +138,13 @@ def test_the_table_and_the_exit_code(run: RunCommand, tmp_path: Path) -> None:
     assert too_small.code == 1 and "no plan exists" in too_small.out
 
 
-def of_sizes(lowest: int = 2, highest: int = 8) -> planner.Trace:
+def of_sizes() -> planner.Trace:
     """The same training with 8 x 1,000 tokens, known from 2 x 1,000 on: activations and times grow with the rows."""
-    made = training()
-    sizes = tuple(Polynomial(id=number, coefficients=(0.0, 20 * MIB / highest)) for number in (2, 3))
-    seconds = tuple(Polynomial(id=number, coefficients=(0.0, 1 / highest)) for number in range(4))
-    return made.rebuilt(
-        work=Work(tokens=1000 * highest, samples=highest, flops=1e12 * highest, peak_flops_per_second=1e13),
-        lengths=Lengths(lowest=(lowest,), highest=(highest,), block_bytes=sizes, stage_seconds=seconds),
+    sizes = tuple(Polynomial(id=number, coefficients=(0.0, 20 * MIB / 8)) for number in (2, 3))
+    seconds = tuple(Polynomial(id=number, coefficients=(0.0, 1 / 8)) for number in range(4))
+    return training().rebuilt(
+        work=Work(tokens=8000, samples=8, flops=8e12, peak_flops_per_second=1e13),
+        lengths=Lengths(lowest=(2,), highest=(8,), block_bytes=sizes, stage_seconds=seconds),
     )
 
 

@@ -197,30 +197,28 @@ def test_where_prefetches_start(moves: list[Move], shifts: dict[int, float], sec
     assert schedule.corrected_starts(moves, shifts, seconds) == dict(enumerate(starts))
 
 
+TEN_SECONDS = replace(EXPECTED, iteration_seconds=float(COUNT), stall_seconds=(0.0,) * COUNT)
+
+
 @pytest.fixture
 def found() -> schedule.Corrections:
     return schedule.Corrections([move(0, 7, 8), move(1, 12, 13, after=5)], COUNT)
 
 
-def expected(stalled: dict[int, float] | None = None) -> Expectation:
-    stalls = tuple((stalled or {}).get(stage, 0.0) for stage in range(COUNT))
-    return replace(EXPECTED, iteration_seconds=float(COUNT), stall_seconds=stalls)
-
-
 def test_half_of_the_smaller_lateness_is_made_up_for(found: schedule.Corrections) -> None:
     """What was late once is not."""
     for late in ({(0, 8): 3.0}, {}, {(0, 8): 3.0}):
-        assert not found.note(late, sum(late.values()), expected()) and found.shifts == {}
-    assert found.note({(0, 8): 1.0, (1, 3): 1.0}, 2.0, expected())
+        assert not found.note(late, sum(late.values()), TEN_SECONDS) and found.shifts == {}
+    assert found.note({(0, 8): 1.0, (1, 3): 1.0}, 2.0, TEN_SECONDS)
     assert found.shifts == {0: 0.5}
-    assert found.note({(0, 8): 0.5, (1, 3): 0.6}, 1.0, expected())
+    assert found.note({(0, 8): 0.5, (1, 3): 0.6}, 1.0, TEN_SECONDS)
     assert found.shifts == {0: 0.75, 1: 0.3}
-    assert not found.note({}, 0.0, expected()), "what is in time stays where it is"
+    assert not found.note({}, 0.0, TEN_SECONDS), "what is in time stays where it is"
     assert found.starts(SECONDS).fetch_at[6] == (0,)
 
 
 def test_corrections_that_do_not_help_are_dropped_for_good(found: schedule.Corrections) -> None:
-    changed = [found.note({(0, 8): 3.0}, 3.0, expected()) for _ in range(12)]
+    changed = [found.note({(0, 8): 3.0}, 3.0, TEN_SECONDS) for _ in range(12)]
     assert changed[1:3] == [True, True] and found.shifts == {}
     assert found.starts(SECONDS).fetch_at[7] == (0,)
     assert changed[9] and not any(changed[10:]), "given up after eight iterations that waited as long as before"

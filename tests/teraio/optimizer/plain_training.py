@@ -90,8 +90,8 @@ WIDE = 8 * KIB
 """Bytes of the master of a large one of `half_parameters`, and of each of its states."""
 
 
-def random_parameters(shapes: Iterable[tuple[Sequence[int], torch.dtype]], seed: int = 0) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
+def random_parameters(shapes: Iterable[tuple[Sequence[int], torch.dtype]]) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(tuple(shape), generator=generator).to(dtype)) for shape, dtype in shapes]
 
 

@@ -46,12 +46,12 @@ class Transformer(nn.Module):
         self,
         *,
         layers: int = 2,
-        width: int = 256,
         vocabulary: int = VOCABULARY,
         dropout: float = 0.0,
         tied: bool = False,
     ) -> None:
         super().__init__()
+        width = 256
         self.embed = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(Layer(width, 4, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
@@ -210,14 +210,11 @@ def tokens(steps: int, *, batch: int = 8, time: int = 128) -> list[Batch]:
     return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in drawn]
 
 
-def features(steps: int, *, batch: int = 320, classes: int = VOCABULARY) -> list[Batch]:
+def features(steps: int, *, batch: int = 320) -> list[Batch]:
     """Normal features [batch, 64] and random classes [batch]."""
     generator = torch.Generator().manual_seed(12)
     return [
-        (
-            torch.randn(batch, WIDTH, generator=generator),
-            torch.randint(0, classes, (batch,), generator=generator),
-        )
+        (torch.randn(batch, WIDTH, generator=generator), torch.randint(0, VOCABULARY, (batch,), generator=generator))
         for _ in range(steps)
     ]
 

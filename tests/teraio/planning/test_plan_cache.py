@@ -193,8 +193,7 @@ def test_writers_at_the_same_time_leave_a_whole_file(cache: Callable[..., PlanCa
 # -- whether a plan fits this start
 
 
-def kept(plan: Plan = PLAN) -> plan_cache.KeptPlan:
-    return plan_cache.KeptPlan(key="", made_for={}, hardware=CHAIN.hardware, trace=CHAIN, plan=plan)
+KEPT = plan_cache.KeptPlan(key="", made_for={}, hardware=CHAIN.hardware, trace=CHAIN, plan=PLAN)
 
 
 def scaled(factor: float) -> planner.Hardware:
@@ -204,33 +203,22 @@ def scaled(factor: float) -> planner.Hardware:
 
 def test_rates_may_vary_from_start_to_start() -> None:
     for factor in (1.0, 0.3, 3.0):
-        found = refit(kept(), scaled(factor), PLAN.budgets)
+        found = refit(KEPT, scaled(factor), PLAN.budgets)
         assert isinstance(found, Plan) and found.moves == PLAN.moves
     for factor in (0.1, 10.0):
-        assert " GB/s when it was made" in str(refit(kept(), scaled(factor), PLAN.budgets))
+        assert " GB/s when it was made" in str(refit(KEPT, scaled(factor), PLAN.budgets))
     other = Link(from_tier="device", to_tier="host", bytes_per_second=1.0)
-    assert "it is for the links" in str(refit(kept(), scaled(1.0).model_copy(update={"links": (other,)}), PLAN.budgets))
+    assert "it is for the links" in str(refit(KEPT, scaled(1.0).model_copy(update={"links": (other,)}), PLAN.budgets))
 
 
 def test_budgets_may_be_a_little_different() -> None:
-    found = refit(kept(), CHAIN.hardware, Budgets(device_bytes=21))
+    found = refit(KEPT, CHAIN.hardware, Budgets(device_bytes=21))
     assert isinstance(found, Plan) and found.budgets.device_bytes == 21
-    assert refit(kept(), CHAIN.hardware, Budgets(device_bytes=40)) == "it is for 20 bytes on the device, and there are 40 now"
-    assert isinstance(refit(kept(), CHAIN.hardware, Budgets(device_bytes=5)), str)
+    assert refit(KEPT, CHAIN.hardware, Budgets(device_bytes=40)) == "it is for 20 bytes on the device, and there are 40 now"
+    assert isinstance(refit(KEPT, CHAIN.hardware, Budgets(device_bytes=5)), str)
 
 
 # -- a second start: nothing is profiled or solved, and no bit changes
-
-
-class Solver:
-    """Counts plans that are made, quickly."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, trace: Trace, budgets: Budgets, **others: Any) -> InstantJob:
-        self.count += 1
-        return InstantJob(trace, planner.plan(trace, budgets, policy="belady", lower_bound=False))
 
 
 def start(options: dict[str, Any] | None) -> tuple[list[str], list[torch.Tensor], Training]:
@@ -246,20 +234,25 @@ def test_a_second_start_follows_its_plan_from_the_second_iteration_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_links: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its optimizer makes its states in the first one. A plan that fits no more is made again."""
-    solver, folder = Solver(), tmp_path / "cache" / "teraio" / "plans"
+    made, folder = list[Trace](), tmp_path / "cache" / "teraio" / "plans"
+
+    def start_job(trace: Trace, budgets: Budgets, **others: Any) -> InstantJob:
+        made.append(trace)
+        return InstantJob(trace, planner.plan(trace, budgets, policy="belady", lower_bound=False))
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=solver))
+    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=start_job))
     options = {"memory_budget": 10 * MIB, "storage": tmp_path, "profile_iterations": 1, "replan": False}
     options |= {"plan_cache": "read-write"}
     wanted = start(None)[1]
 
     phases, cold, _ = start(options)
-    assert phases == ["profile", "profile", "planning", "planned"] and solver.count == 1 and len(list(folder.iterdir())) == 1
+    assert phases == ["profile", "profile", "planning", "planned"] and len(made) == 1 and len(list(folder.iterdir())) == 1
 
     caplog.clear()  # the training without teraio may have been told that it is not managed
     with caplog.at_level(logging.INFO, logger="teraio"):
         phases, warm, training = start({**options, "trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"})
-    assert phases == ["planned"] * 4 and solver.count == 1
+    assert phases == ["planned"] * 4 and len(made) == 1
     assert not unequal(cold, wanted) and not unequal(warm, wanted)
     (status,) = training.progress[-1]
     assert status.deviations == 0 and status.floor_bytes and status.moved_bytes["device->storage"] > 0
@@ -268,11 +261,11 @@ def test_a_second_start_follows_its_plan_from_the_second_iteration_on(
     assert messages[0] == "the plan of an earlier start fits: nothing is profiled and nothing is solved"
     assert not any(message.startswith("optimizers are updated in subgroups") for message in messages), "the plan has their size"
 
-    assert start({**options, "memory_budget": 11 * MIB})[0][0] == "profile" and solver.count == 2
+    assert start({**options, "memory_budget": 11 * MIB})[0][0] == "profile" and len(made) == 2
     assert len(list(folder.iterdir())) == 2
     monkeypatch.setattr(plan_cache, "_RATES_DIFFER", 0.5)  # no rate is near enough
     with caplog.at_level(logging.INFO, logger="teraio"):
-        assert start(options)[0][0] == "profile" and solver.count == 3
+        assert start(options)[0][0] == "profile" and len(made) == 3
     assert "the plan of an earlier start is not used: device->storage carries" in caplog.text
 
 

@@ -46,8 +46,8 @@ def record(
     return StageRun(name=name, phase=phase, seconds=seconds, workspace_bytes=32, read=read, made=made, written=written)
 
 
-def user(seconds: float = 0.5) -> StageRun:
-    return record("user", "user", seconds)
+def user() -> StageRun:
+    return record("user", "user", 0.5)
 
 
 def iteration(number: int, blocks: Blocks, seconds: float) -> Iteration:
@@ -70,11 +70,11 @@ def iteration(number: int, blocks: Blocks, seconds: float) -> Iteration:
     return Iteration(number=number, regions=regions, held=frozenset({weight, given, gradient}))
 
 
-def profile(*, state_bytes: int = 0, survivors: set[tuple[int, int]] | None = None) -> Profile:
+def profile(*, state_bytes: int = 0) -> Profile:
     """Of three iterations, of which the second was disturbed."""
     blocks = Blocks()
     iterations = [iteration(number, blocks, seconds) for number, seconds in ((1, 1.75), (2, 9.0), (3, 2.25))]
-    return profile_of(iterations, fixed_bytes=state_bytes, survivors=survivors or set())
+    return profile_of(iterations, fixed_bytes=state_bytes)
 
 
 def by_name(found: Profile) -> dict[str, planner.Block]:

@@ -175,10 +175,11 @@ def test_a_store_that_is_gone_is_an_error_of_the_ranks() -> None:
 # -- where a process stands, and what it logs
 
 
-def torchrun(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int, world_size: int = 4, local_world_size: int = 2) -> None:
-    place = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "local_world_size": local_world_size}
-    for name, number in place.items():
-        monkeypatch.setenv(name.upper(), str(number))
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is the second rank of the second of two machines."""
+    for name, number in {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(number))
 
 
 def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,15 +189,15 @@ def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("variable", "value"), [("RANK", "x"), ("RANK", ""), ("LOCAL_RANK", "2"), ("WORLD_SIZE", "1")])
-def test_variables_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
-    torchrun(monkeypatch, rank=3, local_rank=1)
+def test_variables_that_make_no_sense_are_refused(
+    torchrun: None, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(OptionsError, match="start with torchrun"):
         rank_place()
 
 
-def test_paths_name_the_rank_and_options_may_say_another_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    torchrun(monkeypatch, rank=3, local_rank=1)
+def test_paths_name_the_rank_and_options_may_say_another_number(torchrun: None, tmp_path: Path) -> None:
     (tmp_path / "drive1").mkdir()
     given = {"storage": f"{tmp_path}/drive{{local_rank}}", "trace_out": f"{tmp_path}/trace-{{rank}}.json"}
     options = parse_options(given)

@@ -251,20 +251,16 @@ def busy_seconds(machine: Machine) -> dict[str, float]:
     return BUSY_SECONDS(machine) | read
 
 
-class FirstMovesAll:
-    """Plans at once: the first plan offloads everything, where the integer program would not."""
-
-    def __init__(self) -> None:
-        self.policies = itertools.chain(["zero-infinity"], itertools.repeat("ilp"))
-
-    def __call__(self, trace: Trace, budgets: Budgets, *, time_limit_seconds: float, known: Plan | None = None) -> InstantJob:
-        return InstantJob(trace, plan(trace, budgets, policy=next(self.policies), time_limit_seconds=time_limit_seconds))
-
-
 def test_another_plan_takes_over(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """The first plan offloads everything, where the integer program would not."""
+    policies = itertools.chain(["zero-infinity"], itertools.repeat("ilp"))
+
+    def start_job(trace: Trace, budgets: Budgets, *, time_limit_seconds: float, known: Plan | None = None) -> InstantJob:
+        return InstantJob(trace, plan(trace, budgets, policy=next(policies), time_limit_seconds=time_limit_seconds))
+
     reference = train(TRAINED, backend=None)
     budget = int(0.75 * without_a_budget(PLAIN).status.device_peak_bytes)
-    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=FirstMovesAll()))
+    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=start_job))
     monkeypatch.setattr(Engine, "measure", lambda engine: link_rates(4e9, 4e9))
     monkeypatch.setattr(REGISTRY, "shared", Shared())
     monkeypatch.setattr(Machine, "busy_seconds", busy_seconds)

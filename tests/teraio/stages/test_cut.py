@@ -115,9 +115,9 @@ def test_no_stage_needs_more_than_it_may_where_a_cut_helps(fuses: bool) -> None:
         assert max(least) < 1.25 * max(limited)
 
 
-def needs_of(captured: Captured, *, fuses: bool, most_bytes: int | None = None, policy: CutPolicy = HEAVY) -> list[int]:
+def needs_of(captured: Captured, *, fuses: bool, most_bytes: int | None = None) -> list[int]:
     """What each stage needs."""
-    compiler = StageCompiler(codegen="eager", policy=policy, fuses=fuses, most_bytes=most_bytes)
+    compiler = StageCompiler(codegen="eager", policy=HEAVY, fuses=fuses, most_bytes=most_bytes)
     stages = compiler.compile(captured.fresh(), phase="forward", options={}).stages
     return [stage.input_bytes + stage.output_bytes + stage.workspace_bytes for stage in stages]
 

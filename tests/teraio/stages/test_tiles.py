@@ -323,10 +323,10 @@ def fuses(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def captured(model: nn.Module, *more: tuple[int, int], fuses: bool, above_bytes: int = 0, batch: int = BATCH) -> list[Captured]:
+def captured(model: nn.Module, *more: tuple[int, int], fuses: bool, batch: int = BATCH) -> list[Captured]:
     """more: further sizes of batches, if sizes are symbolic."""
     words = [torch.randint(0, CLASSES, size) for size in ((batch, WORDS), *more)]
-    with tiles.marking(above_bytes=above_bytes, fuses=fuses):
+    with tiles.marking(above_bytes=0, fuses=fuses):
         return capture(model, *words, dynamic=bool(more), decompositions=None if fuses else {})
 
 
