@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -90,16 +90,19 @@ def test_deterministic_algorithms_keep_updates_on_the_device() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         facts = OptimizerFacts.of(optimizer)
-        assert "deterministic" in (facts.off_host_because or "") and HostUpdates(cast(Any, Knowing())).begin(facts, []) is None
+        assert "deterministic" in (facts.off_host_because or "") and HostUpdates(KNOWING).begin(facts, []) is None
     finally:
         torch.use_deterministic_algorithms(False)
     assert OptimizerFacts.of(optimizer).off_host_because is None
 
 
+KNOWING: Any = SimpleNamespace(known_block=lambda tensor: SimpleNamespace(span=True))
+"""Stands in for a pager that knows all tensors."""
+
+
 def on_host(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the update of its only parameter can run there."""
-    pager: Any = SimpleNamespace(known_block=lambda tensor: SimpleNamespace(span=True))  # knows all tensors
-    return bool(HostUpdates(pager)._member(OptimizerFacts.of(optimizer), owned_parameters(optimizer)[0]))
+    return bool(HostUpdates(KNOWING)._member(OptimizerFacts.of(optimizer), owned_parameters(optimizer)[0]))
 
 
 def test_what_memory_alone_does_not_tell_stays_on_the_device() -> None:

@@ -263,7 +263,6 @@ def test_in_the_way_later_on(name: str, caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_settings_that_change_too_late_for_one_update(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="teraio"):
-        result = train(case(once(between(set_rate)), steps=9), options=OVERLAPPED)
+    result = train(case(once(between(set_rate)), steps=9), options=OVERLAPPED)
     assert result.left[5] == set() and result.left[-1] == ALL
     assert "settings are changed between backward and step" in caplog.text
