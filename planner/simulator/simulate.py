@@ -151,8 +151,8 @@ class _Replay:
                 raise self._stuck()
         start = self.now
         for block in self.layout.born[stage]:
-            self._take_device(self.trace.blocks[block].size_bytes, block)
-        self._take_device(self.trace.stages[stage].workspace_bytes, None)
+            self._change_device(self.trace.blocks[block].size_bytes, block)
+        self._change_device(self.trace.stages[stage].workspace_bytes, None)
         self.waiting_bytes = 0
         end = start + self.trace.stages[stage].duration_seconds
         while self._proceed(end):
@@ -210,7 +210,7 @@ class _Replay:
             self.state[block] = "device"
         for block in self.layout.written[stage]:
             self.copies[block] = NOWHERE
-        self._free_device(self.trace.stages[stage].workspace_bytes, None)
+        self._change_device(-self.trace.stages[stage].workspace_bytes, None)
         for block in self.layout.dying[stage]:
             self._die(block)
         for index in self.program.drops[stage]:
@@ -224,7 +224,7 @@ class _Replay:
             self.dead.add(block)
             return
         if self.state[block] == "device":
-            self._free_device(self.trace.blocks[block].size_bytes, block)
+            self._change_device(-self.trace.blocks[block].size_bytes, block)
         self.state[block] = "away"
         for tier in self.tier_usage.give_back(block):
             self._changed_below(tier, block, -self.source.blocks[block].size_bytes)
@@ -241,7 +241,7 @@ class _Replay:
                 block=block.name,
             )
         self.state[block.id] = "away"
-        self._free_device(block.size_bytes, block.id)
+        self._change_device(-block.size_bytes, block.id)
         if index in self.program.awaiting:  # it cannot come back before the update has written it
             self.processor.stale.add(block.id)
 
@@ -273,7 +273,7 @@ class _Replay:
                     continue
                 if self.used + self.waiting_bytes + job.size > self.device_budget:
                     continue
-                self._take_device(job.size, job.block)
+                self._change_device(job.size, job.block)
                 self.state[job.block] = "coming"
                 self.visible_copies += job.block in self.layout.visible
             elif self.tier_usage.take(job.block, job.tier, stage=self.stage):
@@ -310,7 +310,7 @@ class _Replay:
             self.state[job.block] = "device"
         else:
             self.state[job.block] = "away"
-            self._free_device(job.size, job.block)
+            self._change_device(-job.size, job.block)
             self.copies[job.block] |= {job.tier}
             if self.plan.moves[job.move].prefetch is None:
                 self.processor.landed.add(job.block)
@@ -342,18 +342,13 @@ class _Replay:
             block=self.trace.blocks[missing[0]].name if missing else None,
         )
 
-    def _take_device(self, size: int, block: int | None) -> None:
-        """Take room on the device for a block, or for workspace (None)."""
+    def _change_device(self, size: int, block: int | None) -> None:
+        """Take room on the device for a block, or for workspace (None); with a negative size, free it."""
         self.used += size
         if self.used > self.peak:
             self.peak = self.used
         if size:
             self.memory.append((self.now - self.iteration_began, "device", block, size))
-
-    def _free_device(self, size: int, block: int | None) -> None:
-        self.used -= size
-        if size:
-            self.memory.append((self.now - self.iteration_began, "device", block, -size))
 
     def _changed_below(self, tier: WaitingTier, block: int, size: int) -> None:
         if size:

@@ -41,8 +41,8 @@ from planner.errors import BudgetError, StorageFullError
 from runtime.device import DeviceMemoryError, Pieces
 from runtime.paging.block import DROPPED, OFFLOADED, ON_DEVICE, PREFETCHING, Block
 from runtime.paging.mover import nowhere
-from runtime.paging.state import CHECK_SECONDS, NO_LIMIT, PagerPart, PagerState
-from runtime.paging.transitions import BlockTransitions
+from runtime.paging.state import CHECK_SECONDS, NO_LIMIT, PagerState
+from runtime.paging.transitions import BlockTransitions, MovingPart
 from runtime.system import checkpoint
 
 _STEP_BYTES = 64 << 20  # by how much a larger budget should be tried: more than a few pages of the device's allocator
@@ -50,12 +50,8 @@ _NEVER = 1 << 62
 _NOT_FETCHED = (ON_DEVICE, PREFETCHING, DROPPED)
 
 
-class RoomMaker(PagerPart):
+class RoomMaker(MovingPart):
     """Lets blocks leave where the account, or the device's allocator, is short. All calls with the pager's lock held."""
-
-    def __init__(self, state: PagerState, transitions: BlockTransitions) -> None:
-        super().__init__(state)
-        self._transitions = transitions
 
     def make_room(self, blocks: Sequence[Block], new_bytes: int, what: str) -> None:
         """Reserve memory for those of `blocks` that are OFFLOADED and for `new_bytes`. Waits until enough is free.
@@ -195,16 +191,15 @@ def _away_bytes(blocks: Sequence[Block]) -> int:
     return sum(block.size_bytes for block in blocks if block.state is OFFLOADED)
 
 
-class PrefetchQueue(PagerPart):
+class PrefetchQueue(MovingPart):
     """Begins prefetches in the order in which they were asked for, as soon as each has room. With the pager's lock held.
 
     in_user_code: no compiled region runs, so that no copy of a block that user code can reach may begin.
     """
 
     def __init__(self, state: PagerState, transitions: BlockTransitions, pieces: StagePieces) -> None:
-        super().__init__(state)
+        super().__init__(state, transitions)
         self.in_user_code = True
-        self._transitions = transitions
         self._pieces = pieces
         self._waiting: deque[Block] = deque()
         self._beginning = False
@@ -297,12 +292,11 @@ _SETTLED = 32  # a stage for which so often in a row none had to make way is loo
 _UNKNOWN: tuple[Sequence[int], int] = ((), -1)  # of a stage that was not recorded
 
 
-class StagePieces(PagerPart):
+class StagePieces(MovingPart):
     """What stages need in one piece, by name. All calls with the pager's lock held, by the training thread."""
 
     def __init__(self, state: PagerState, transitions: BlockTransitions) -> None:
-        super().__init__(state)
-        self._transitions = transitions
+        super().__init__(state, transitions)
         self._seen: set[str] = set()
         # What a stage has allocated and freed, see `Pieces.recorded`, and how many bytes it was said to need at most.
         self._known: dict[str, tuple[Sequence[int], int]] = {}

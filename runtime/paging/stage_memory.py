@@ -27,7 +27,7 @@ from runtime.paging.block import DROPPED, OFFLOADED, OFFLOADING, ON_DEVICE, PREF
 from runtime.paging.eviction import PrefetchQueue, RoomMaker, StagePieces, by_next_use, out_of_memory
 from runtime.paging.mover import in_file
 from runtime.paging.state import PagerPart, PagerState, awaited
-from runtime.paging.transitions import BlockTransitions
+from runtime.paging.transitions import BlockTransitions, MovingPart
 from runtime.storage import RangeCopy
 from runtime.system import checkpoint, first_of
 
@@ -35,13 +35,12 @@ POLL_SECONDS = 0.001
 """Seconds between two looks at a copy that the device makes by itself: nothing notifies of its end."""
 
 
-class Stages(PagerPart):
+class Stages(MovingPart):
     """Gives each stage its memory, and user code what it can reach between regions. Each public method takes the lock."""
 
     def __init__(self, state: PagerState, transitions: BlockTransitions) -> None:
-        super().__init__(state)
+        super().__init__(state, transitions)
         self.device, self.account, self.table = state.device, state.account, state.table
-        self._transitions = transitions
         self._pieces = StagePieces(state, transitions)
         self._prefetches = PrefetchQueue(state, transitions, self._pieces)
         self._room = RoomMaker(state, transitions)
@@ -258,12 +257,8 @@ def in_reach_and_away(table: Iterable[Block]) -> Iterator[Block]:
             yield block
 
 
-class Lending(PagerPart):
+class Lending(MovingPart):
     """Lends slots to updates, which change blocks where they wait: see [Note: Lent slots]. Each public method takes the lock."""
-
-    def __init__(self, state: PagerState, transitions: BlockTransitions) -> None:
-        super().__init__(state)
-        self._transitions = transitions
 
     def lend(self, blocks: Sequence[Block]) -> None:
         """Lend the slots of `blocks` until `give_back`. Blocks on the device leave first. Waits until all have left.
@@ -414,12 +409,11 @@ class Parking(PagerPart):
                 self._prefetches.ask_for(by_next_use(due, self._account.clock))
 
 
-class Closing(PagerPart):
+class Closing(MovingPart):
     """Brings blocks back, and leaves the rest behind. Each public method takes the lock, and is for the training thread."""
 
     def __init__(self, state: PagerState, transitions: BlockTransitions, prefetches: PrefetchQueue) -> None:
-        super().__init__(state)
-        self._transitions = transitions
+        super().__init__(state, transitions)
         self._prefetches = prefetches
 
     def bring_back(self, *, within_budget: bool = False) -> None:

@@ -407,3 +407,11 @@ class BlockTransitions(PagerPart):
         looked_at = self._table if blocks is None else blocks
         for block in self._mover.replaced([each for each in looked_at if each.user_visible and each.state is not DROPPED]):
             self.forget(block)
+
+
+class MovingPart(PagerPart):
+    """What lets blocks go from state to state, for its own reasons."""
+
+    def __init__(self, state: PagerState, transitions: BlockTransitions) -> None:
+        super().__init__(state)
+        self._transitions = transitions
