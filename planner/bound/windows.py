@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
-from planner.problem import InactivePeriod, Problem, Repeats
+from planner.problem import InactivePeriod, Problem, Repeats, periods_between_uses
 
 _TURN_WEIGHT = 10.0
 
@@ -211,9 +211,11 @@ def copy_classes(
     later window that helps.
     """
     tight = instants.over(problem.budgets.device_bytes)
+    stages = problem.stage_count
     stretches: dict[tuple[int, int], list[InactivePeriod]] = {}
-    for period in problem.periods:
-        stretches.setdefault((period.block, period.epoch), []).append(period)
+    for block in problem.periods_of:
+        for period in periods_between_uses(problem.trace.blocks[block], stages):
+            stretches.setdefault((block, period.epoch), []).append(period)
     owner = {
         block: (number, problem.trace.subgroups[subgroup].stage)
         for number, subgroups in enumerate(updates)
@@ -222,10 +224,23 @@ def copy_classes(
     }
     spans_of = cache(partial(_spans, instants))
     groups: dict[CopyClass, list[int]] = defaultdict(list)
-    for periods in stretches.values():
-        block, read_only = periods[0].block, periods[0].read_only
+    for (block, _), periods in stretches.items():
+        read_only = periods[0].read_only
         update, stage = owner.get(block, (None, None))
-        windows = _windows(problem, periods, instants, spans_of, stage, visits.get(block, ()))
+        windows = []
+        for each in periods:  # in the order of rank, adjacent uses included
+            spans, passes = spans_of(instants.end_of(each.after), instants.start_of(each.before))
+            between = [range(each.after + 1 - turn, each.before + 1 - turn) for turn in (0, stages)]
+            windows.append(
+                CopyWindow(
+                    spans=spans,
+                    passes=passes,
+                    adjacent=not each.gap,
+                    final=each.final,
+                    visited=any(max(p.start, b.start) < min(p.stop, b.stop) for p in visits.get(block, ()) for b in between),
+                    around_update=stage in ((each.after,) if each.final else (each.after, each.before % stages)),
+                )
+            )
         helpful = [number for number, w in enumerate(windows) if any(k in tight for k in w.inside)]
         # The windows of a read_only block are independent of one another.
         runs = [windows[n : n + 1] for n in helpful] if read_only else [windows[: n + 1] for n in helpful[-1:]]
@@ -245,40 +260,6 @@ def copy_classes(
         replace(each, size_bytes=sum(sizes), smallest_bytes=min(sizes), largest_bytes=max(sizes))
         for each, sizes in groups.items()
     )
-
-
-def _windows(
-    problem: Problem,
-    periods: list[InactivePeriod],
-    instants: Instants,
-    spans_of: Callable[[int, int], tuple[tuple[int, ...], range]],
-    update_stage: int | None,
-    visits: Sequence[range],
-) -> list[CopyWindow]:
-    """All windows of a stretch, from its first to the last of `periods`, by rank, adjacent uses included. spans_of: `_spans`."""
-    last = max(periods, key=lambda period: period.rank)
-    stages = problem.stage_count
-    uses = problem.trace.blocks[last.block].uses
-    position = uses.index(last.after)
-    windows: list[CopyWindow] = []
-    for number in range(position - last.rank, position + 1):
-        after, before = (uses[n % len(uses)] + n // len(uses) * stages for n in (number, number + 1))
-        final = last.final and number == position
-        if final:
-            before = last.before
-        spans, passes = spans_of(instants.end_of(after), instants.start_of(before))
-        between = [range(after + 1 - turn, before + 1 - turn) for turn in (0, stages)]
-        windows.append(
-            CopyWindow(
-                spans=spans,
-                passes=passes,
-                adjacent=before == after + 1,
-                final=final,
-                visited=any(max(p.start, b.start) < min(p.stop, b.stop) for p in visits for b in between),
-                around_update=update_stage in ((after,) if final else (after % stages, before % stages)),
-            )
-        )
-    return windows
 
 
 def _spans(instants: Instants, begin: int, end: int) -> tuple[tuple[int, ...], range]:

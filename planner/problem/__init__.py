@@ -24,6 +24,7 @@ from planner.problem.lifetimes import (
     inactive_periods,
     live_bytes,
     mean_active_fraction,
+    periods_between_uses,
     stage_floors,
     worst_of,
 )

@@ -57,10 +57,14 @@ def inactive_periods(trace: Trace) -> tuple[InactivePeriod, ...]:
     """
     stages = len(trace.stages)
     movable = [block for block in trace.blocks if block.movable and block.size_bytes > 0]
-    return trace.once(inactive_periods, lambda: tuple(p for each in movable for p in _periods_of(each, stages) if p.gap > 0))
+    return trace.once(
+        inactive_periods, lambda: tuple(p for each in movable for p in periods_between_uses(each, stages) if p.gap > 0)
+    )
 
 
-def _periods_of(block: Block, stages: int) -> list[InactivePeriod]:
+def periods_between_uses(block: Block, stages: int) -> list[InactivePeriod]:
+    """Return what lies between the consecutive uses of a block, also of adjacent stages. Within an epoch they are in the order of
+    `rank`: those of a persistent block that is written begin after its first write."""
     uses = block.uses
     following = [*uses[1:], uses[0] + stages if block.persistent else block.last_stage + 1]
     writes = set(block.writes)
@@ -115,7 +119,7 @@ def block_activities(trace: Trace) -> tuple[BlockActivity, ...]:
     found = []
     for block in trace.blocks:
         active = sum(durations[stage] for stage in block.uses)
-        idle = [begins[p.before] - begins[p.after + 1] for p in _periods_of(block, len(durations))]
+        idle = [begins[p.before] - begins[p.after + 1] for p in periods_between_uses(block, len(durations))]
         found.append(
             BlockActivity(
                 active_fraction=active / trace.ideal_seconds if trace.ideal_seconds else 0.0,
