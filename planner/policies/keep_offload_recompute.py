@@ -145,7 +145,7 @@ class _Search:
     def widen(self) -> bool:
         """Draft other sets and finish the best, if the best plan runs nothing again and may be far from the bound for that.
 
-        They are none at all, whole layers, and more and more kinds of groups.
+        They are none at all, whole layers, and more and more kinds of groups, until some in a row are no better.
         """
         before = self.best
         if before is None or before.recompute or self._cost(before) <= self.bound_seconds * self.effort.far:
@@ -153,7 +153,11 @@ class _Search:
         self._keep_better((), self._draft)
         usable = self.places.usable
         self._try(self.places.of(whole_layers(self.trace, usable)))
-        self._try_until_worse(by_kind(self.trace, usable))
+        worse = 0
+        for groups in by_kind(self.trace, usable):
+            worse = 0 if self._try(self.places.of(groups)) else worse + 1
+            if worse == self.effort.worse_kinds:
+                break
         if self.best is not before:
             self._finish(self._refined())
         return True
@@ -262,14 +266,6 @@ class _Search:
             return False
         self._tried.add(chosen)
         return self._keep_better(chosen, self._draft)
-
-    def _try_until_worse(self, sets: Iterable[frozenset[int]]) -> None:
-        """Try sets of groups in turn, until some in a row are no better."""
-        worse = 0
-        for groups in sets:
-            worse = 0 if self._try(self.places.of(groups)) else worse + 1
-            if worse == self.effort.worse_kinds:
-                return
 
     def _finish(self, task: Task, untried: Iterable[tuple[Recompute, ...]] = ()) -> None:
         """Plan the best re-runs by `task`, and keep the better plan. Where nothing was planned so far: the `untried` ones."""

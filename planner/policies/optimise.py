@@ -39,6 +39,7 @@ from planner.schedule import (
 from planner.schema import Plan, SolverReport, WaitingTier
 
 Start = tuple[Problem, Decisions]  # decisions that are made exact, and the problem with its updates on the host
+Variant = tuple[Problem, Decisions, float]  # the last is the reserve of prefetches, see `schedule`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,9 +185,16 @@ def _other_updates(search: _Search) -> list[ReplayedPlan]:
 
 
 def _around_user_code(search: _Search) -> list[ReplayedPlan]:
+    """Look for better starts of the copies that user code waits for, as long as some are found."""
+
+    def variants(best: ReplayedPlan) -> Iterator[Variant]:
+        for lead in search.effort.all_leads:
+            yield best.problem, schedule(best.problem, best.decisions, best.clock, lead=lead), best.lead
+        yield from ((*each, best.lead) for each in user_code_proposals(best))
+
     if (search.task.draft and search.task.part) or not user_stages(search.problem.trace):
         return []
-    return [around_user_code(each) for each in search.cheapest[: search.effort.around_user_code]]
+    return [_improved(each, variants) for each in search.cheapest[: search.effort.around_user_code]]
 
 
 def _other_large_blocks(search: _Search) -> list[ReplayedPlan]:
@@ -196,11 +204,18 @@ def _other_large_blocks(search: _Search) -> list[ReplayedPlan]:
 
 
 def _other_tiers(search: _Search) -> list[ReplayedPlan]:
+    """Try other reserves, and other tiers for blocks for which stages wait, as long as that makes the plan better."""
+
+    def variants(best: ReplayedPlan) -> Iterator[Variant]:
+        leads = [(best.decisions, lead) for lead in search.effort.all_leads]
+        for decisions, lead in (*leads, *((decisions, best.lead) for decisions in tier_exchanges(best))):
+            yield best.problem, schedule(best.problem, decisions, best.clock, lead=lead), lead
+
     if (search.task.draft and not search.effort.refined_drafts) or search.is_close():
         return []
     first, last = search.first, search.cheapest[0]
     starts = [first, last] if first.problem.on_host != last.problem.on_host else [last]
-    return [with_other_tiers(each) for each in starts]
+    return [_improved(each, variants) for each in starts]
 
 
 def _other_blocks(search: _Search) -> list[ReplayedPlan]:
@@ -374,20 +389,6 @@ def _written(problem: Problem, decisions: Decisions) -> list[list[int]]:
     return [found[block] for block in sorted(written, key=lambda block: (-problem.trace.blocks[block].size_bytes, block))]
 
 
-Variant = tuple[Problem, Decisions, float]  # the last is the reserve of prefetches, see `schedule`
-
-
-def around_user_code(best: ReplayedPlan) -> ReplayedPlan:
-    """Look for better starts of the copies that user code waits for, as long as some are found."""
-
-    def variants(best: ReplayedPlan) -> Iterator[Variant]:
-        for lead in effort_of(best.problem.stage_count).all_leads:
-            yield best.problem, schedule(best.problem, best.decisions, best.clock, lead=lead), best.lead
-        yield from ((*each, best.lead) for each in user_code_proposals(best))
-
-    return _improved(best, variants)
-
-
 def with_other_large_blocks(best: ReplayedPlan) -> ReplayedPlan:
     """Let one large block more leave or stay, as long as that makes the plan better. Room is then made by Belady's rule.
 
@@ -408,17 +409,6 @@ def with_other_large_blocks(best: ReplayedPlan) -> ReplayedPlan:
             except InfeasiblePlanError:
                 continue  # nothing else can leave
             yield problem, schedule(problem, filled, best.clock, lead=best.lead), best.lead
-
-    return _improved(best, variants)
-
-
-def with_other_tiers(best: ReplayedPlan) -> ReplayedPlan:
-    """Try other reserves, and other tiers for blocks for which stages wait, as long as that makes the plan better."""
-
-    def variants(best: ReplayedPlan) -> Iterator[Variant]:
-        leads = [(best.decisions, lead) for lead in effort_of(best.problem.stage_count).all_leads]
-        for decisions, lead in (*leads, *((decisions, best.lead) for decisions in tier_exchanges(best))):
-            yield best.problem, schedule(best.problem, decisions, best.clock, lead=lead), lead
 
     return _improved(best, variants)
 

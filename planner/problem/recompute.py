@@ -223,7 +223,8 @@ class RerunPlaces:
             large = made_bytes(trace, group) * _SMALL
             for least in (large, 0) if late else (0,):
                 blocks = [number for number in group.blocks if trace.blocks[number].size_bytes >= least]
-                place = self._first_use(group.stage, blocks)
+                uses = (use for number in blocks for use in trace.blocks[number].uses if use > group.stage)
+                place = min((use for use in uses if trace.stages[use].phase == "backward"), default=None)
                 if place is not None and self._unchanged(group, place):
                     self.alone[group.id], self._decide[group.id] = place, blocks
                     break
@@ -273,10 +274,6 @@ class RerunPlaces:
                 found = [each.id for each in groups if until[each.id] >= stage.id and self._unchanged(each, stage.id)]
                 if found:
                     yield self.in_order(dict.fromkeys(found, stage.id))
-
-    def _first_use(self, stage: int, blocks: Iterable[int]) -> int | None:
-        uses = [use for number in blocks for use in self._trace.blocks[number].uses if use > stage]
-        return min((use for use in uses if self._trace.stages[use].phase == "backward"), default=None)
 
     def _unchanged(self, group: RecomputeGroup, place: int) -> bool:
         blocks = (self._trace.blocks[number] for number in (*group.reads, *group.blocks))

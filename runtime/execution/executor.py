@@ -97,7 +97,8 @@ class _ManagedRun:
                     each.after_stage(number, read, self._slots)
             self._let_go_of_saved()
             results = _results(program, self._slots)
-            shown = self._shown(results)
+            at_once = self._pager.known_blocks([results[index] for index in program.user_results])
+            shown = [block for block in at_once if block is not None]
             self._pager.show_to_user(shown)
             if program.phase == "forward":
                 self._pager.bring_in_reach([block for block in shown if block.kind == "activation"], "what the model returns")
@@ -218,11 +219,6 @@ class _ManagedRun:
             return None
         name, kind = self._program.slot_names[index], self._program.slot_kinds[index]
         return self._pager.block_of(value, name=name, kind=kind, user_visible=user_visible)
-
-    def _shown(self, results: list[Any]) -> list[Block]:
-        """Return the blocks of those results that user code can reach at once."""
-        found = self._pager.known_blocks([results[index] for index in self._program.user_results])
-        return [block for block in found if block is not None]
 
 
 def _slots(program: Program, arguments: list[Any]) -> list[Any]:
