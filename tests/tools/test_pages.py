@@ -1,4 +1,4 @@
-"""The page of predictions has the figures that were found, and its trainings are those that were published."""
+"""The pages of captured traces and of predictions have the figures that were found, and what those come from exists."""
 
 from __future__ import annotations
 
@@ -10,25 +10,52 @@ import torch
 
 from examples import published
 from examples.llama import SIZES, llama
+from planner import Trace, floor
 from teraio.capturing import MachineDescription
 from tests.docs.pages import DOCS
-from tools import predicted_page
-from tools.predicted_page import CASES, ROOT
+from tools import captured_page, predicted_page
+from tools.captured_traces import CAPTURES, PAPER
 
-FOUND = json.loads(predicted_page.RESULTS.read_text())
+CAPTURED = json.loads(captured_page.RESULTS.read_text())
+PREDICTED = json.loads(predicted_page.RESULTS.read_text())
 
 
-def test_the_tables_are_what_was_found() -> None:
+def test_the_page_of_captured_traces_is_what_was_found() -> None:
+    assert DOCS["captured"].text == captured_page.page(CAPTURED), "run: python -m tools.captured_page"
+
+
+def test_every_trace_was_planned() -> None:
+    assert list(CAPTURED) == [capture.name for capture in CAPTURES]
+    assert sorted(path.name for path in PAPER.parent.glob("*.gz")) == sorted(capture.path.name for capture in CAPTURES)
+
+
+@pytest.mark.parametrize("capture", [each for each in CAPTURES if each.hardware != PAPER], ids=lambda capture: capture.name)
+def test_the_files_are_the_traces_that_were_planned(capture: captured_page.Capture) -> None:
+    trace, found = Trace.load(capture.path), CAPTURED[capture.name]
+    assert (trace.name, trace.fingerprint, len(trace.stages)) == (found["title"], found["fingerprint"], found["stages"])
+    assert floor(trace)[0] == found["floor_bytes"]
+    for plan in found["plans"].values():
+        assert plan["ideal_seconds"] == pytest.approx(trace.ideal_seconds)
+        assert plan["peak_bytes"]["device"] <= plan["device_bytes"]
+
+
+def test_the_machine_of_the_paper() -> None:
+    hardware = MachineDescription.load(PAPER).hardware
+    link = hardware.link("storage", "device")
+    assert link is not None and link.bytes_per_second == 4 * 6.7e9
+
+
+def test_the_page_of_predictions_is_what_was_found() -> None:
     text = DOCS["predicted"].text
-    assert text == predicted_page.page(text, FOUND), "run: python -m tools.predicted_page"
-    assert {case.name for case in CASES} | {"in use"} == set(FOUND)
+    assert text == predicted_page.page(text, PREDICTED), "run: python -m tools.predicted_page"
+    assert {case.name for case in predicted_page.CASES} | {"in use"} == set(PREDICTED)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", predicted_page.CASES, ids=lambda case: case.name)
 def test_each_training_and_its_machine_exist(case: predicted_page.Case) -> None:
     assert callable(getattr(published, case.name))
-    MachineDescription.load(ROOT / case.hardware if "/" in case.hardware else case.hardware)
-    assert set(FOUND[case.name]["plans"]) == set(case.policies)
+    MachineDescription.load(predicted_page.ROOT / case.hardware if "/" in case.hardware else case.hardware)
+    assert set(PREDICTED[case.name]["plans"]) == set(case.policies)
 
 
 def test_models_have_as_many_parameters_as_the_published_ones() -> None:
