@@ -140,7 +140,7 @@ def layers(count: int = 3, *, rate: float = 10.0, changed: tuple[int, ...] = ())
     return trace(staged(names), blocks, hardware(rate=rate), recompute=groups, name="layers")
 
 
-def saving_layers(count: int, *, rate: float = 10.0) -> Trace:
+def saving_layers(count: int) -> Trace:
     """A chain of `count` forward stages of 1 s and back. Each makes 90 bytes for its own backward stage and hands on 10.
 
     Those are read by the next forward stage and by its backward stage. Every forward stage is a recompute group.
@@ -150,7 +150,7 @@ def saving_layers(count: int, *, rate: float = 10.0) -> Trace:
     blocks = [block(90, [i], [last - i], name=f"saved{i}") for i in range(count)]
     blocks += [block(10, [i], [i + 1, last - i - 1], name=f"output{i}") for i in range(count - 1)]
     groups = [group(i, [i, count + i], [count + i - 1] if i else [], workspace=1) for i in range(count - 1)]
-    return trace(staged(names), blocks, hardware(rate=rate), recompute=groups, name="saving layers")
+    return trace(staged(names), blocks, recompute=groups, name="saving layers")
 
 
 def varying(traced: Trace, **more: Any) -> Trace:
@@ -161,25 +161,18 @@ def varying(traced: Trace, **more: Any) -> Trace:
     return traced.rebuilt(lengths=lengths)
 
 
-def transformer_trace(
-    *,
-    layers: int,
-    stages_per_layer: int = 6,
-    seconds: float = 0.01,
-    rate: float = 2e9,
-    size: int = 2**24,
-    states: bool = False,
-) -> Trace:
+def transformer_trace(*, layers: int, stages_per_layer: int = 6, rate: float = 2e9, states: bool = False) -> Trace:
     """A training step in the shape of a transformer: forward, backward, one optimizer stage per layer.
 
-    Per forward stage: one parameter of `size` bytes and two activations, kept for the backward; per backward
-    stage one gradient, used by the layer's optimizer stage. Backward stages take twice `seconds`.
+    Per forward stage, of 10 ms: one parameter of 16 MiB and two activations, kept for the backward; per backward
+    stage, of 20 ms, one gradient, used by the layer's optimizer stage.
     """
+    size = 2**24
     count = layers * stages_per_layer
     names = [f"layers.{f // stages_per_layer}.{f % stages_per_layer}" for f in range(count)]
     listed = [f"forward/{each}" for each in names] + [f"backward/{each}" for each in reversed(names)]
     listed += [f"optimizer/{layer}" for layer in range(layers)]
-    times = [seconds] * count + [2 * seconds] * count + [seconds] * layers
+    times = [0.01] * count + [0.02] * count + [0.01] * layers
     blocks = []
     for f in range(count):
         b, o = 2 * count - 1 - f, 2 * count + f // stages_per_layer

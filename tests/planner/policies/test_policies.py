@@ -1,5 +1,6 @@
 """Each policy does what its source says, keeps the budgets and raises the right errors; the integer program beats them."""
 
+import gc
 import subprocess
 import sys
 from typing import Any
@@ -20,7 +21,7 @@ from planner import (
     simulate,
 )
 from planner.policies import HEURISTICS
-from planner.problem import live_bytes
+from planner.problem import live_bytes, without_collections
 
 from ..traces import HAND, block, hand, hardware, replay, staged, subgroup, trace, trained, transformer_trace, with_user_code
 
@@ -88,6 +89,19 @@ def test_a_failing_solver_leaves_a_greedy_plan_and_the_simple_bound(transformer:
     made = plan(transformer, half(transformer))
     assert made.solver.status == "failed" and made.replayed.lower_bound_seconds == transformer.ideal_seconds
     assert simulate(transformer, made).peak_bytes["device"] <= half(transformer).device_bytes
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_searched_for_again_after_planning_if_it_was_before(enabled: bool) -> None:
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(ValueError), without_collections():
+            assert not gc.isenabled()
+            raise ValueError
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 # -- greedy policies, and zero-infinity

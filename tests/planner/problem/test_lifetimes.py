@@ -11,7 +11,7 @@ from planner import Budgets, InfeasiblePlanError, Trace, floor, inactive_periods
 from planner.problem import Problem, block_activities, host_updatable, live_bytes
 
 from ..strategies import traces
-from ..traces import Entry, block, by_hand, hardware, move, staged, subgroup, trace, trained
+from ..traces import Entry, block, by_hand, hand, hardware, move, staged, subgroup, trace, trained
 
 
 def test_used_and_idle_seconds() -> None:
@@ -41,6 +41,18 @@ def test_updates_in_slices_have_one_parameter_its_gradient_and_a_quarter_of_it(h
         subgroups=[subgroup(1, range(3), host=host)],
     )
     assert floor(made) == (453, 1) and floor(made, in_slices=True)[0] == sliced
+
+
+@pytest.mark.parametrize("name", ["chain", "wrap", "gradient_outlives_update", "recompute"])
+def test_periods_around_each_stage(name: str) -> None:
+    """Also those that go on over the iteration's end."""
+    made = hand(name)
+    problem = Problem.of(made, Budgets(device_bytes=max(live_bytes(made))))
+    inside = [range(period.after + 1, period.before) for period in problem.periods]
+    assert any(inside)
+    for stage in range(problem.stage_count):
+        wanted = [index for index, stages in enumerate(inside) if {stage, stage + problem.stage_count} & {*stages}]
+        assert problem.covering(stage) == wanted
 
 
 @given(traces())

@@ -1,6 +1,7 @@
-"""Around a copy that the iteration waits for: other blocks, stages, tiers, and other subgroups that update on the host."""
+"""Around a copy that is waited for: other blocks, stages, tiers, subgroups that update on the host; after user code."""
 
 import random
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -10,12 +11,12 @@ from hypothesis import strategies as st
 from benchmarks.machines import H200_BF16
 from benchmarks.transformer_trace import Model, Workload
 from benchmarks.variants import peak_bytes, with_one_tier
-from planner import Budgets, Trace, plan, simulate
-from planner.problem import Decision, Decisions, Problem, host_updatable, live_bytes, needed_again
-from planner.schedule import Breadth, ReplayedPlan, block_exchanges, tier_exchanges, update_exchanges
+from planner import Budgets, InfeasiblePlanError, Trace, plan, simulate
+from planner.problem import Decision, Decisions, Problem, build_plan, host_updatable, live_bytes, needed_again, user_stages
+from planner.schedule import Breadth, ReplayedPlan, block_exchanges, tier_exchanges, update_exchanges, user_code_proposals
 
-from ..strategies import random_plan, training_problems
-from ..traces import IN, OUT, block, links, staged, trace, transformer_trace
+from ..strategies import random_decisions, random_plan, training_problems
+from ..traces import IN, OUT, block, hand, hardware, links, staged, subgroup, trace, trained, transformer_trace
 
 BROAD = Breadth(others=6, stages=6, leads=(1.0, 0.0), thorough=True)
 NARROW = Breadth(others=1, stages=1, leads=(1.0,), thorough=False)
@@ -125,3 +126,93 @@ def test_sets_of_updates_differ_by_one_subgroup(case: tuple[Trace, Budgets], dra
             assert one.host_seconds is not None and two.host_seconds is not None
             assert 0.6 < one.host_seconds / two.host_seconds < 1.6
             assert needed_again(given_trace, one) > one.stage
+
+
+# -- copies that user code would wait for are put off where there is room, and only if the replay finds that better
+
+
+def proposed(problem: Problem, decisions: Decisions) -> list[tuple[Problem, Decisions]]:
+    return list(user_code_proposals(ReplayedPlan.of(problem, decisions)))
+
+
+def user_code(workspace: int = 0) -> Problem:
+    """The hand-made trace; `workspace` of stage 0, user code."""
+    made = hand("user_code")
+    first, *others = made.stages
+    made = made.rebuilt(stages=(first.model_copy(update={"workspace_bytes": workspace}), *others))
+    return Problem.of(made, Budgets(device_bytes=20))
+
+
+def test_a_copy_out_is_put_off_until_user_code_has_ended() -> None:
+    problem = user_code()
+    before: Decisions = {0: Decision(tier="storage", leave=5, start=10)}
+    ((_, after),) = proposed(problem, before)
+    assert after == {0: replace(before[0], leave=6)}
+    assert (seconds(problem, before), seconds(problem, after)) == (7.0, 6.0)
+    assert proposed(problem, after) == []
+
+
+@pytest.mark.parametrize(("workspace", "count"), [(10, 1), (11, 0)])
+def test_only_where_there_is_room(workspace: int, count: int) -> None:
+    """The state takes 10 of 20 bytes for one stage more."""
+    assert len(proposed(user_code(workspace), {0: Decision(tier="storage", leave=5, start=10)})) == count
+
+
+def layer(workspace: int = 0) -> Trace:
+    """Two gradients of 20 bytes are born in stages 2 and 3; user code, then both subgroups update; 10 bytes a second.
+
+    All stages take 1 s, but for the second update: 3 s. `workspace`: of stage 4, user code.
+    """
+    blocks = [each for number in range(2) for each in trained((20, 20, 40), [1, 3 - number], 3 - number, 5 + number)]
+    return trace(
+        staged("ufbbuoo", [1.0] * 6 + [3.0], {4: workspace}),
+        blocks,
+        hardware(host=True, rate=2.5),
+        subgroups=[subgroup(5 + number, range(3 * number, 3 * number + 3)) for number in range(2)],
+    )
+
+
+def test_gradients_of_updates_on_the_host_are_put_off_too() -> None:
+    made = layer()
+    problem = Problem.of(made, Budgets(device_bytes=1000), [0])
+    assert problem.with_gradient_leaves({1: 4}).live_bytes == tuple(
+        live + 20 * (stage == 4) for stage, live in enumerate(problem.live_bytes)
+    )
+    decisions: Decisions = {
+        index: Decision(tier="host", leave=problem.periods[index].after, start=problem.periods[index].before)
+        for index in problem.updated
+    }
+    put_off = [each for each, _ in proposed(problem, decisions) if each.gradient_leaves == {1: 4}]
+    assert put_off
+    timelines = [simulate(made, build_plan(each, decisions, policy="by hand")) for each in (problem, put_off[0])]
+    assert timelines[0].stages[4].stall_seconds == pytest.approx(2.0) and timelines[1].stages[4].stall_seconds == 0
+    assert timelines[1].iteration_seconds == pytest.approx(timelines[0].iteration_seconds - 2.0)
+    for workspace, room in ((20, True), (21, False)):  # the parameter has left 20 bytes
+        tight = Problem.of(layer(workspace), Budgets(device_bytes=max(problem.live_bytes)), [0])
+        assert any(each.gradient_leaves for each, _ in proposed(tight, decisions)) == room
+
+
+def test_a_copy_in_under_way_begins_after_user_code() -> None:
+    """User code in stage 2 would wait 1.5 s for the copy in of a parameter of 25 bytes that is queued in stage 1."""
+    made = trace(staged("ofuffff"), [block(25, [], [6], "parameter")])
+    problem = Problem.of(made, Budgets(device_bytes=30))
+    before: Decisions = {0: Decision(tier="storage", leave=6, start=8)}
+    ((_, after),) = proposed(problem, before)
+    assert after == {0: replace(before[0], start=10)}
+    assert (seconds(problem, before), seconds(problem, after)) == (8.5, 7.0)
+
+
+@given(training_problems(most_layers=4), st.integers(0, 2**32))
+def test_every_proposal_can_be_carried_out(case: tuple[Trace, Budgets], seed: int) -> None:
+    made, budgets = case
+    try:
+        whole, start = random_decisions(made, budgets, random.Random(seed))
+        found = proposed(whole, start)
+    except InfeasiblePlanError:
+        assert budgets.host_bytes is not None  # too small for what has to move
+        return
+    assert user_stages(made) or not found
+    for problem, decisions in found:
+        assert max(problem.occupancy(decisions)) <= budgets.device_bytes
+        timeline = simulate(made, build_plan(problem, decisions, policy="proposed"))
+        assert timeline.peak_bytes["device"] <= budgets.device_bytes
