@@ -70,20 +70,12 @@ class Move(FrozenModel):
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        if self.prefetch is None:
-            if not self.after <= self.leaves < self.before:
-                raise ValueError(
-                    f"move of block {self.block}: need after ≤ offload.start < before, found {self.after}, {self.leaves}, "
-                    f"{self.before}"
-                )
-            return self
-        order = (self.after, self.leaves, self.prefetch.start - 1, self.prefetch.ready_by - 1, self.before - 1)
-        if list(order) != sorted(order):
-            raise ValueError(
-                f"move of block {self.block}: need after ≤ offload.start < prefetch.start ≤ ready_by "
-                f"≤ before, found {self.after}, {self.leaves}, {self.prefetch.start}, {self.prefetch.ready_by}, "
-                f"{self.before}"
-            )
+        places = () if self.prefetch is None else (self.prefetch.start, self.prefetch.ready_by)
+        order = [self.after, self.leaves, *(place - 1 for place in places), self.before - 1]
+        if order != sorted(order):
+            between = "prefetch.start ≤ ready_by ≤ " if places else ""
+            found = ", ".join(map(str, (self.after, self.leaves, *places, self.before)))
+            raise ValueError(f"move of block {self.block}: need after ≤ offload.start < {between}before, found {found}")
         return self
 
 

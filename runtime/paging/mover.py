@@ -15,7 +15,7 @@ from planner.errors import StorageError, StorageFullError, UnsupportedError
 from planner.schema import WaitingTier
 from runtime.device import Span
 from runtime.paging.block import Block, StorageOwnership
-from runtime.storage import FileSpace, RangeCopy, Slot, Store, cut_slot, map_slot, reader_of, slot_range
+from runtime.storage import FileSpace, RangeCopy, Slot, Store, cut_slot, map_slot, slot_range
 from runtime.system import storage_swap
 from runtime.transfer import Engine, Ready, Transfer
 
@@ -180,7 +180,6 @@ class Tiers:
         self.mapped = mapped
         self._tiers = {tier.name: tier for tier in tiers}
         self._transfers: dict[Block, Transfer] = {}
-        self._unread: dict[Slot, Store] = {}  # no block has these any more; they are released when nobody reads them
 
     def __iter__(self) -> Iterator[Tier]:
         return iter(self._tiers.values())
@@ -221,8 +220,6 @@ class Tiers:
 
     def _allocate(self, block: Block, tiers: Sequence[Tier]) -> tuple[Tier, Slot]:
         """Return a slot in the first of `tiers` with room. Raises StorageFullError if none has."""
-        if self._unread:
-            self._release_unread()
         full: StorageFullError | None = None
         try:
             for tier in tiers:
@@ -306,25 +303,14 @@ class Tiers:
     def free(self, block: Block) -> None:
         """Free the block's slot, if it has one. A copy in of it has ended, or the device will wait for it before others write."""
         if block.slot is not None:
-            store = self.of(block).store
-            if reader_of(block.slot) is not None:
-                self._unread[block.slot] = store
-            else:
-                store.release(block.slot)
+            self.of(block).store.release(block.slot)
             block.slot = block.tier = None
-
-    def _release_unread(self) -> None:
-        """Release what no block has any more, and what nobody reads any more."""
-        for slot in [slot for slot in self._unread if reader_of(slot) is None]:
-            self._unread[slot].release(slot)
-            del self._unread[slot]
 
     def map(self, block: Block) -> torch.UntypedStorage:
         """Return a storage in main memory over the slot of a block that is away: one for all who ask while it lives.
 
         The slot is given to no other block meanwhile. What is written to the storage does not reach the slot.
         """
-        self._release_unread()
         return map_slot(self.of(block).store, slot_of(block), _lead_bytes(block), block.size_bytes)
 
     def leave_behind(self, block: Block) -> None:

@@ -18,5 +18,5 @@ from runtime.storage.slots import (
     in_turns,
     slot_range,
 )
-from runtime.storage.store import Store, map_slot, reader_of
+from runtime.storage.store import Store, map_slot
 from runtime.storage.user_files import FileDiffers

@@ -88,14 +88,9 @@ class FileSpace(Store):
 
         `release` ends it. Raises StorageIOError if the file cannot be opened, is too short or has changed since it was opened.
         """
-        self._check_open()
-        return self.user_files.slot(name, path, offset_bytes, size_bytes)
-
-    def release(self, slot: Slot) -> None:
-        if slot.file is None:
-            super().release(slot)
-        elif not self._closed:
-            self.user_files.release(slot)
+        with self._lock:
+            self._check_open()
+            return self.user_files.slot(name, path, offset_bytes, size_bytes)
 
     # -- for Store, which holds the lock
 
@@ -111,10 +106,16 @@ class FileSpace(Store):
     def _has(self, slot: Slot) -> bool:
         return super()._has(slot) if slot.file is None else slot in slot.file.slots
 
+    def _give_back(self, slot: Slot) -> None:
+        if slot.file is None:
+            super()._give_back(slot)
+        else:  # its bytes are the user's
+            self.user_files.release(slot)
+
     def _free_kept(self, slot: Slot) -> None:
         if slot.file is None:
             super()._free_kept(slot)
-        else:  # its bytes are the user's
+        else:
             self.user_files.release(slot)
 
     def _free_all_but(self, kept: Sequence[Slot]) -> None:

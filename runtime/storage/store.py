@@ -50,8 +50,9 @@ class Store(ABC):
         self._closed = False
         self._spaces: dict[int, FreeSpace] = {}
         self._in_use: set[Slot] = set()
-        self._kept: Counter[Slot] = Counter()
-        self._gone: deque[Slot] = deque()
+        self._kept: Counter[Slot] = Counter()  # by how many
+        self._released: set[Slot] = set()  # those of them that nobody else has any more
+        self._gone: deque[Slot] = deque()  # of those that have kept them
         self.used_bytes = 0
 
     @property
@@ -92,6 +93,7 @@ class Store(ABC):
         size = align_up(max(size_bytes, 1))
         with self._lock:
             self._check_open()
+            self._drop_gone()
             used = self.used_bytes + size
             shares = self._make_room(size, name)
             with _AllOrNothing(self._spaces.values()):
@@ -103,23 +105,27 @@ class Store(ABC):
             return slot
 
     def release(self, slot: Slot) -> None:
-        """Take a slot back. Nothing may read, write or map it any more. Raises StorageError if it is not in use."""
+        """Take a slot back, as soon as nobody keeps it. Nothing may read, write or map it any more, but for them.
+
+        Raises StorageError if it is not in use.
+        """
         with self._lock:
             if self._closed:  # which released all slots
                 return
-            if slot not in self._in_use:
+            if not self._has(slot) or slot in self._released:
                 raise StorageError(
                     f"the slot of block {slot.name!r} is not in use here; this is a bug in teraio, please report it"
                 )
-            used = self.used_bytes - slot.size_bytes
-            with _AllOrNothing(self._spaces.values()):
-                for extent in slot.extents:
-                    self._spaces[extent.file_descriptor].give(extent.offset_bytes, extent.length_bytes)
-                self._in_use.remove(slot)
-            self.used_bytes = used
+            self._drop_gone()
+            if slot in self._kept:
+                self._released.add(slot)
+            else:
+                self._give_back(slot)
 
     def keep(self, slot: Slot) -> Callable[[], None]:
-        """Let a slot that is in use outlive `close`: its bytes can be read until what is returned is called, at any line."""
+        """Let a slot that is in use outlive `release` and `close`: its bytes can be read, and no other block gets it, until what
+        is returned is called, at any line.
+        """
         with self._lock:
             self._kept[slot] += 1
         return partial(self._release_kept, slot)
@@ -134,8 +140,8 @@ class Store(ABC):
                 return
             self._drop_gone()
             self._closed = True
-            self._kept = Counter({slot: count for slot, count in self._kept.items() if self._has(slot)})
             self._in_use.clear()
+            self._released.clear()
             self.used_bytes = 0
             if not self._kept:
                 self._free_everything()
@@ -157,17 +163,30 @@ class Store(ABC):
 
     def _drop_gone(self) -> None:
         while self._gone:
-            slot = self._gone.popleft()
+            slot = self._gone[0]
+            is_last = self._kept[slot] == 1
+            if is_last and slot in self._released:  # before it is noted: where memory runs out, a later call does it
+                self._give_back(slot)
+                self._released.remove(slot)
+            self._gone.popleft()
             self._kept[slot] -= 1
-            if self._kept[slot] > 0:
+            if not is_last:
                 continue
             del self._kept[slot]
-            if not self._closed:  # whoever has it releases it, or `close`
-                continue
-            if self._kept:
-                self._free_kept(slot)
-            else:
-                self._free_everything()
+            if self._closed:
+                if self._kept:
+                    self._free_kept(slot)
+                else:
+                    self._free_everything()
+
+    def _give_back(self, slot: Slot) -> None:
+        """Make the bytes of a slot free for others. The caller holds the lock."""
+        used = self.used_bytes - slot.size_bytes
+        with _AllOrNothing(self._spaces.values()):
+            for extent in slot.extents:
+                self._spaces[extent.file_descriptor].give(extent.offset_bytes, extent.length_bytes)
+            self._in_use.remove(slot)
+        self.used_bytes = used
 
     def _has(self, slot: Slot) -> bool:
         """Whether the slot is in use. The caller holds the lock."""
@@ -230,21 +249,15 @@ class Store(ABC):
 _READERS: WeakKeyDictionary[Slot, weakref.ref[torch.UntypedStorage]] = WeakKeyDictionary()
 
 
-def reader_of(slot: Slot) -> torch.UntypedStorage | None:
-    """Return what is mapped over a slot by `map_slot`; None if nothing is."""
-    reader = _READERS.get(slot) if _READERS else None
-    return None if reader is None else reader()
-
-
 def map_slot(store: Store, slot: Slot, lead_bytes: int, size_bytes: int) -> torch.UntypedStorage:
     """Return a storage in main memory over so many bytes of a slot from `lead_bytes` on, read from its file as they are touched.
 
     One for all who ask while it lives. What is written to it stays in main memory. The store keeps the slot as long, see
-    `Store.keep`; while the store is open, the caller sees to it that no other block gets the slot meanwhile. Raises
-    StorageError if the system refuses the mapping, StorageIOError if the slot is in a file of the user that has changed.
+    `Store.keep`. Raises StorageError if the system refuses the mapping, StorageIOError if the slot is in a file of the user that
+    has changed.
     """
-    found = reader_of(slot)
-    if found is not None:
+    reader = _READERS.get(slot)
+    if reader is not None and (found := reader()) is not None:
         return found
     if slot.file is not None:
         slot.file.check(slot.name)  # whoever touches what is mapped beyond the end of a file ends the process

@@ -24,7 +24,6 @@ import logging
 import mmap
 import os
 import stat
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -140,12 +139,12 @@ class UserFile:
 class UserFiles:
     """The user's files that hold blocks of one store. Two paths to one file, and one path twice, share its opening.
 
+    Not thread-safe, but for `check`: the store's lock guards it.
     direct: read past the page cache where the file system allows it.
     """
 
     def __init__(self, *, direct: bool) -> None:
         self._direct = direct
-        self._lock = threading.Lock()
         self._files: dict[tuple[int, int], UserFile] = {}  # by drive and inode
 
     def slot(self, name: str, path: Path, offset_bytes: int, size_bytes: int) -> Slot:
@@ -153,49 +152,46 @@ class UserFiles:
 
         Raises StorageIOError if the file cannot be opened, has fewer bytes, or has changed since it was opened first.
         """
-        with self._lock:
-            try:
-                file = self._opened(path)
-            except OSError as error:
+        try:
+            file = self._opened(path)
+        except OSError as error:
+            raise StorageIOError(
+                path=str(path),
+                block=name,
+                errno=error.errno or errno.EIO,
+                action="open the file of",
+                remedy="give the path of a checkpoint that this process may read",
+            ) from error
+        try:
+            file.check(name)
+            end = offset_bytes + size_bytes
+            if not 0 <= offset_bytes < end <= file.size_bytes:
                 raise StorageIOError(
                     path=str(path),
                     block=name,
-                    errno=error.errno or errno.EIO,
-                    action="open the file of",
-                    remedy="give the path of a checkpoint that this process may read",
-                ) from error
-            try:
-                file.check(name)
-                end = offset_bytes + size_bytes
-                if not 0 <= offset_bytes < end <= file.size_bytes:
-                    raise StorageIOError(
-                        path=str(path),
-                        block=name,
-                        errno=errno.EINVAL,
-                        action=f"read bytes {offset_bytes:,} to {end:,} (the file has {file.size_bytes:,}) of",
-                        remedy="the file was cut, or these places are not its own: get it again",
-                    )
-                slot = _slot(file, name, offset_bytes, size_bytes)
-                file.slots[slot] = None
-                return slot
-            finally:
-                self._drop_unused(file)
+                    errno=errno.EINVAL,
+                    action=f"read bytes {offset_bytes:,} to {end:,} (the file has {file.size_bytes:,}) of",
+                    remedy="the file was cut, or these places are not its own: get it again",
+                )
+            slot = _slot(file, name, offset_bytes, size_bytes)
+            file.slots[slot] = None
+            return slot
+        finally:
+            self._drop_unused(file)
 
     def release(self, slot: Slot) -> None:
         """The block needs the file no more. Close it if no other one does. Raises StorageError if the slot is not in use."""
-        with self._lock:
-            file = slot.file
-            if file is None or slot not in file.slots:
-                raise StorageError(f"block {slot.name!r} is in no file here; this is a bug in teraio, please report it")
-            del file.slots[slot]
-            self._drop_unused(file)
+        file = slot.file
+        if file is None or slot not in file.slots:
+            raise StorageError(f"block {slot.name!r} is in no file here; this is a bug in teraio, please report it")
+        del file.slots[slot]
+        self._drop_unused(file)
 
     def release_all_but(self, kept: Sequence[Slot]) -> None:
         """Release all slots that are not in `kept`. Nothing may be reading them. Mappings stay readable."""
-        with self._lock:
-            for file in list(self._files.values()):
-                file.slots = {slot: None for slot in file.slots if slot in kept}
-                self._drop_unused(file)
+        for file in list(self._files.values()):
+            file.slots = {slot: None for slot in file.slots if slot in kept}
+            self._drop_unused(file)
 
     def check(self) -> None:
         """Raise StorageIOError if one of the files has changed since it was opened. Never reads."""
