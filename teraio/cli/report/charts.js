@@ -28,15 +28,21 @@ function threeDigits(value) {
   return value < 10 ? value.toFixed(2) : value < 100 ? value.toFixed(1) : value.toFixed(0);
 }
 
+const SIZES = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
+const TIMES = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]];
+
+// In the first unit that the value has one of; null if it is smaller.
+function inUnit(value, units) {
+  const found = units.find(([, scale]) => value >= scale);
+  return found ? `${threeDigits(value / found[1])} ${found[0]}` : null;
+}
+
 function bytes(size) {
-  for (const [unit, scale] of [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]])
-    if (size >= scale) return `${threeDigits(size / scale)} ${unit}`;
-  return `${size.toFixed(0)} B`;
+  return inUnit(size, SIZES) || `${size.toFixed(0)} B`;
 }
 
 function seconds(time) {
-  for (const [unit, scale] of [["s", 1], ["ms", 1e-3], ["µs", 1e-6]]) if (time >= scale) return `${threeDigits(time / scale)} ${unit}`;
-  return time <= 0 ? "0 s" : `${(time / 1e-9).toFixed(0)} ns`;
+  return inUnit(time, TIMES) || (time <= 0 ? "0 s" : `${(time / 1e-9).toFixed(0)} ns`);
 }
 
 // Round values for an axis, at most `count` steps.
@@ -115,10 +121,9 @@ function drawAll() {
 
 class Chart {
   // items: in order of time, each with from, to, look, tell() as above; perhaps names (the shortest last), block, and tall, which
-  // is its share of the height
-  constructor(parent, name, note, items, height) {
-    this.items = items;
-    this.height = height;
+  // is its share of the height. marks: of a y axis, see `axis`.
+  constructor(parent, name, note, items, height, marks = []) {
+    Object.assign(this, { items, height, marks });
     this.box = html("div", { class: "lane", tabindex: "0", role: "group", "aria-label": `${name}. ${note}. Arrow keys choose.` }, parent);
     const head = html("div", { class: "lane-name" }, this.box);
     html("strong", {}, head, name);
@@ -172,6 +177,7 @@ class Chart {
       const name = fitting(names, width);
       if (name) svg("text", { x: left + 3, y: this.height / 2 + 4 }, this.svg).textContent = name;
     }
+    this.axis(this.marks);
   }
 
   // marks: [share of the height, text] of a y axis.
@@ -280,19 +286,6 @@ class Chart {
   }
 }
 
-// A lane of a link: its copies are as high as their rates.
-class Link extends Chart {
-  constructor(parent, name, note, items, most) {
-    super(parent, name, note, items, 44);
-    this.most = most;
-  }
-
-  paint() {
-    super.paint();
-    this.axis([[0.96, `${bytes(this.most)}/s`], [0.5, ""]]);
-  }
-}
-
 // The blocks that make up what a tier holds at a time, the largest first.
 function holders(rows, time) {
   const held = rows.held.filter(([, from, to]) => from <= time && (to === null || time < to)).map(([block]) => block);
@@ -390,7 +383,7 @@ class Axis {
     this.svg.setAttribute("viewBox", `0 0 ${width} 22`);
     this.svg.replaceChildren();
     const times = ticks(view.from, view.to, width / 85);
-    const [unit, scale] = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]].find(([, each]) => view.to >= each) || ["ns", 1e-9];
+    const [unit, scale] = TIMES.find(([, each]) => view.to >= each) || ["ns", 1e-9];
     const digits = Math.max(Math.ceil(-Math.log10((times[1] - times[0]) / scale) - 1e-9), 0) || 0; // so that no two look alike
     for (const time of times) {
       const place = ((time - view.from) / (view.to - view.from)) * width;

@@ -128,7 +128,8 @@ function drawLanes() {
   for (const { link, bytes_per_second: most } of report.facts.links) {
     const items = copyItems(link, most);
     const count = timeline.copies.filter((copy) => copy.link === link).length;
-    lanes.set(link, new Link(parent, arrow(link), count ? `${count} copies, ${busy(items)}` : "no copies", items, most));
+    const marks = [[0.96, `${bytes(most)}/s`], [0.5, ""]]; // copies are as high as their rates
+    lanes.set(link, new Chart(parent, arrow(link), count ? `${count} copies, ${busy(items)}` : "no copies", items, 44, marks));
   }
   if (timeline.updates.length) {
     const items = timeline.updates.map((each) => ({
