@@ -6,7 +6,6 @@ before those of the next one begin: a plan cannot express that a copy in has to 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +14,7 @@ from planner import Block, Budgets, Move, Offload, Plan, Prefetch, Trace, plan
 from planner.schema import Placement, Tier
 from runtime.paging import Block as Resident
 from runtime.paging import Pager, State
-from teraio.registry import REGISTRY
+from teraio import training_run
 
 
 class SubgroupAfterSubgroup(Pager):
@@ -121,5 +120,5 @@ def _initial(trace: Trace, moves: Sequence[Move]) -> Iterator[Placement]:
 
 
 if __name__ == "__main__":
-    with patch.object(REGISTRY, "parts", replace(REGISTRY.parts, new_pager=SubgroupAfterSubgroup)):
+    with patch.object(training_run, "Pager", SubgroupAfterSubgroup):
         serve()

@@ -373,9 +373,7 @@ class PlannedPhase(Phase):
         run.findings.plan_path = save(plan, run.options.plan_out)
         if not kept:
             self._keep(profile.trace, plan)
-        self.in_force: PlanInForce = PlanInForce(
-            run.options, run.machine, run.observer, run.background, profile, plan, keep=self._keep
-        )
+        self.in_force: PlanInForce = PlanInForce(run.observer, run.background, profile, plan, keep=self._keep)
         self._planned = profile.iteration.structure
         self._samples = list(profile.samples)
         self._largest_bytes = profile.made_bytes

@@ -22,7 +22,7 @@ from planner.errors import BudgetError, UnsupportedError
 from runtime.execution import OperatorRunner, Program, Reruns, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import UNNAMED, Block, Pager
 from runtime.system import interruptible, uninterrupted
-from teraio.distributed import LibraryCalls, ShardedParameters
+from teraio.distributed import LibraryCalls
 from teraio.following import IterationObserver
 from teraio.graph_needs import GraphNeeds
 from teraio.machine import Machine, Shared, open_machine
@@ -62,7 +62,7 @@ def one_thread() -> Iterator[None]:
 class RunParts:
     """What a training run is made of. Tests, benchmarks and captures give other parts.
 
-    open_machine, start_job, new_pager: make what the run has one of. first_phase: makes the phase in which it begins.
+    open_machine, start_job: make what the run has one of. first_phase: makes the phase in which it begins.
     cut_policy: where graphs are cut into stages. speed_of: how fast a device is, for these cuts. codegen: compiles stages, in
     place of the option. host_rates: rates of updates on the host, in place of measured ones. subgroup_bytes: size of optimizer
     subgroups; None: that of the given plan, else what was measured decides. graphs_for_bytes: the device budget for which graphs
@@ -71,7 +71,6 @@ class RunParts:
 
     open_machine: OpenMachine = open_machine
     start_job: StartJob = PlanningJob
-    new_pager: Callable[..., Pager] = Pager
     first_phase: Callable[[RunContext], Phase] = ProfilePhase
     cut_policy: CutPolicy | None = None
     speed_of: SpeedOf = speed_of
@@ -98,7 +97,7 @@ class TrainingRun:
         self._ranks, self._agreed = ranks, ranks is None
         given = planner.Plan.load(options.plan) if options.plan is not None else None
         self._machine = machine = parts.open_machine(options, device, shared, ranks)
-        self._pager = parts.new_pager(
+        self._pager = Pager(
             mover=machine.mover,
             budget_bytes=machine.budgets.device,
             device=machine.device,
@@ -135,19 +134,14 @@ class TrainingRun:
             active=self._is_managed,
             explained=self.needs.with_all_that_is_known,
         )
-        self._sharded = ShardedParameters(self._pager, self._calls)
         self.steps = OptimizerSteps(
-            self._pager,
-            self._observer,
-            active=self._is_managed,
+            self._calls,
             step_done=self._step_done,
             automatic=options.optimizer == "auto",
             ensure_room=self.needs.ensure_room,
             overlap=options.overlap_step,
             rates=parts.host_rates or self._host_rates(options),
             sizes=subgroups,
-            sharded=self._sharded,
-            calls=self._calls,
         )
         self._gradients: list[AddedGradients | AutogradReads] = [AddedGradients(self._pager, self._observer)]
         if self._pager.drives_are_out_of_reach:
@@ -172,7 +166,7 @@ class TrainingRun:
             peaks=peaks,
             findings=self._findings,
             tiled=self.stage_compiler.tiled,
-            warm=WarmStart(PlanCache(options, device), machine, self._pager, self.background) if is_kept else None,
+            warm=WarmStart(PlanCache(options, device), self.background) if is_kept else None,
         )
         self._phase: Phase = parts.first_phase(self._context)
         self._parked = False
@@ -236,7 +230,8 @@ class TrainingRun:
     def _run_managed(self, program: Program, arguments: list[Any]) -> list[Any]:
         self.steps.between_regions()
         if program.phase == "forward":
-            self._sharded.note(value for value, kind in zip(arguments, program.slot_kinds, strict=False) if kind == "parameter")
+            inputs = zip(arguments, program.slot_kinds, strict=False)
+            self.steps.sharded.note(value for value, kind in inputs if kind == "parameter")
         found = (each.interleaved(program, arguments) for each in (self.steps.overlap, *self._gradients) if each is not None)
         interleaved = [each for each in found if each is not None]
         try:

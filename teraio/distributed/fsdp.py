@@ -37,12 +37,12 @@ from teraio.distributed.private_names import FSDP_GROUP, FSDP_PARAMETER, FSDP_ST
 class ShardedParameters:
     """The shards of those parameters that the graphs of one training run have taken. Keeps none of them alive.
 
-    calls: make stages of what FSDP does with shards between graphs; None: they are no stages.
+    calls: make stages of what FSDP does with shards between graphs, where these can leave the device.
     """
 
-    def __init__(self, pager: Pager, calls: LibraryCalls | None = None) -> None:
-        self._pager = pager
-        self._calls = None if self.stay else calls
+    def __init__(self, calls: LibraryCalls) -> None:
+        self._pager = calls.pager
+        self._calls = calls
         self._shards: Any = WeakTensorKeyDictionary()
         self._gathered: dict[int, StorageWeakRef] = {}
         self._checked: set[tuple[type, type]] = set()  # classes of groups and parameters that have the names that are used
@@ -72,7 +72,7 @@ class ShardedParameters:
             gathered = getattr(parameter, "_unsharded_param", None)
             if gathered is not None and _key(gathered) in new:
                 self._take(parameter, gathered)
-                if self._calls is not None:
+                if not self.stay:
                     self._calls.replace(group, "unshard", _unshard)
                     self._calls.replace(group, "post_backward", _post_backward)
 

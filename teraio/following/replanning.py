@@ -37,8 +37,6 @@ from planner.schema import Lengths
 from teraio.following.drift import Drift, Expectation, Observation, drift_of, iterations_drift, remeasured, stages_plainly_off
 from teraio.following.observer import IterationObserver
 from teraio.following.schedule import Corrections, StageSchedule, ThinnedPlans, planned_starts
-from teraio.machine import Machine
-from teraio.options import Options
 from teraio.planning import BackgroundPlanner, save
 from teraio.profiling import Iteration, Profile
 
@@ -88,8 +86,6 @@ class PlanInForce:
 
     def __init__(
         self,
-        options: Options,
-        machine: Machine,
         observer: IterationObserver,
         background: BackgroundPlanner,
         profile: Profile,
@@ -97,12 +93,10 @@ class PlanInForce:
         *,
         keep: Callable[[planner.Trace, planner.Plan], None] = lambda trace, plan: None,
     ) -> None:
-        self._options = options
         self._keep = keep
-        self._machine = machine
         self._recorder, self._cursor = observer.recorder, observer.plan
-        self._background = background
-        self._adaptive = options.replan and options.plan is None
+        self._background, self._options, self._machine = background, background.options, background.machine
+        self._adaptive = self._options.replan and self._options.plan is None
         self._observations: deque[Observation] = deque(maxlen=_WINDOW)
         self._of_shorter: deque[Observation] = deque(maxlen=_WINDOW)
         self._seconds: deque[float] = deque(maxlen=_WINDOW)

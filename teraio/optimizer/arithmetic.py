@@ -38,7 +38,6 @@ from teraio.optimizer.facts import (
     Promise,
     StepArguments,
     after_closure,
-    closure_of,
     cut,
     owned_parameters,
 )
@@ -344,20 +343,15 @@ class _MostAllocated(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._bytes -= size_bytes
 
 
-# Bytes of masters that are updated together where there is no budget: their gradients in fp32 are temporary.
+# Bytes of masters that are updated together in steps that are not managed: their gradients in fp32 are temporary.
 SUBGROUP_BYTES = 64 << 20
 
 
-def keep_masters(
-    optimizer: Optimizer,
-    on_device: Callable[[Iterable[Tensor]], AbstractContextManager[None]],
-    *,
-    subgroup_bytes: int = SUBGROUP_BYTES,
-) -> None:
+def keep_masters(optimizer: Optimizer, on_device: Callable[[Iterable[Tensor]], AbstractContextManager[None]]) -> None:
     """Make the optimizer keep masters from now on, see [Note: Master copies]. States that it has are cast to fp32.
 
-    on_device: a context in which tensors can be read. subgroup_bytes: of masters that are updated together in steps that are not
-    managed. Raises UnsupportedError, and changes nothing, if the optimizer cannot be cut into subgroups or was loaded before.
+    on_device: a context in which tensors can be read. Raises UnsupportedError, and changes nothing, if the optimizer cannot be
+    cut into subgroups or was loaded before.
     """
     facts = OptimizerFacts.of(optimizer)
     if facts.keeps_masters:
@@ -378,7 +372,7 @@ def keep_masters(
         narrow = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dtype in HALF}
         with on_device(narrow.values()):
             state.update({name: _widened(group, state, name, value) for name, value in narrow.items()})
-    hooks = MasterHooks(subgroup_bytes)
+    hooks = MasterHooks()
     optimizer.register_step_pre_hook(hooks.before)
     optimizer.register_step_post_hook(hooks.after)
     optimizer.register_load_state_dict_pre_hook(hooks.loading)
@@ -405,14 +399,11 @@ class MasterHooks(OwnHooks):
     """The hooks of one optimizer that keeps masters: they also work where teraio does not manage its steps.
 
     If teraio has not updated its parameters, the pre-hook does so, some at a time.
-
-    subgroup_bytes: of masters that are updated together there.
     """
 
     keeps_masters = True
 
-    def __init__(self, subgroup_bytes: int) -> None:
-        self._subgroup_bytes = subgroup_bytes
+    def __init__(self) -> None:
         self._after = ExitStack()
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
@@ -421,17 +412,14 @@ class MasterHooks(OwnHooks):
         self._after.close()  # if the step before failed
         facts = OptimizerFacts.of(optimizer)
         refuse_with_masters(facts, facts.reason_to_stay_whole(args, kwargs))
-        if closure_of(args, kwargs) is not None:
-            return after_closure(args, kwargs, lambda: self._update_all(facts))
-        self._update_all(facts)
-        return None
+        return after_closure(args, kwargs, lambda: self._update_all(facts))
 
     def _update_all(self, facts: OptimizerFacts) -> None:
         optimizer, parameters = facts.optimizer, owned_parameters(facts.optimizer)
         sizes = [facts.master_bytes(owned.tensor) or owned.tensor.nbytes for owned in parameters]
         with uninterrupted():
             undo_if_interrupted(self._after.close)
-            for numbers in cut(sizes, self._subgroup_bytes):
+            for numbers in cut(sizes, SUBGROUP_BYTES):
                 run_step(facts, [parameters[number] for number in numbers])
             self._after.callback(emptied(optimizer))
             # PyTorch's own call would refuse a scale, or apply it to nothing: the updates above have used it up.

@@ -252,14 +252,20 @@ def closure_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any]
     return closure
 
 
-def after_closure(args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None]) -> StepArguments:
-    """Return the arguments of a step with another closure: it calls that of the user, then `then`, and returns the loss."""
+def after_closure(args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None]) -> StepArguments | None:
+    """Have `then` called once the gradients of a step are there: at once if it has no closure of the user.
+
+    Otherwise return the arguments of the step with another closure: it calls that of the user, then `then`, and returns the loss.
+    """
     closure = closure_of(args, kwargs)
+    if closure is None:
+        then()
+        return None
 
     # A step that is compiled would take the closure's model into its own graphs, past the backend that the model has.
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def closure_and_then() -> Any:
-        loss = closure() if closure is not None else None
+        loss = closure()
         then()
         return loss
 

@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 
 from planner.errors import BudgetError, UnsupportedError
 from runtime.execution import InterleavedStages, Program
-from runtime.paging import Block, Pager
+from runtime.paging import Block
 from teraio.distributed import rank_count
-from teraio.following import IterationObserver
 from teraio.optimizer.arithmetic import run_step
 from teraio.optimizer.facts import OptimizerFacts, OwnedParameter, owned_parameters
 from teraio.optimizer.final_gradients import (
@@ -48,11 +47,10 @@ class OverlappedSteps:
     watch: finds out which gradients are final.
     """
 
-    def __init__(self, pager: Pager, observer: IterationObserver, optimizers: ManagedOptimizers) -> None:
-        self.pager = pager
-        self.observer = observer
+    def __init__(self, optimizers: ManagedOptimizers) -> None:
+        self.pager, self.observer = optimizers.pager, optimizers.observer
         self._optimizers = optimizers
-        self.watch = Watch(pager)
+        self.watch = Watch(self.pager)
         self._finest = False
         # As they were when a backward pass updated its parameters.
         self._settings: weakref.WeakKeyDictionary[Optimizer, Settings] = weakref.WeakKeyDictionary()
@@ -236,12 +234,13 @@ def cut_updates(members: Sequence[Member], largest_bytes: int) -> list[UpdateSta
         size = after = 0
         for member in sorted((each for each in members if each.facts is facts), key=lambda each: each.final.after):
             later = member.final.after > after and size >= _MIN_STAGE_BYTES
-            full = size + member.size_bytes > largest_bytes and 2 * size >= largest_bytes
+            own_bytes = member.size_bytes
+            full = size + own_bytes > largest_bytes and 2 * size >= largest_bytes
             if gathered and (later or full):
                 stages.append((after, gathered))
                 gathered, size = [], 0
             gathered.append(member)
-            size += member.size_bytes
+            size += own_bytes
             after = member.final.after
         stages.append((after, gathered))
     return sorted(stages, key=lambda stage: stage[0])

@@ -54,41 +54,36 @@ _UPDATED_HERE.updates_alone = True
 class OptimizerSteps(OwnHooks):
     """Hooks every optimizer of the process that updates managed parameters. Call `close` to remove the hooks.
 
-    active: returns whether steps are managed now. step_done: called with the optimizer after each step of it, when all
-    bookkeeping is finished. automatic: manage every optimizer; if False, only those given to `manage`. ensure_room, rates: see
-    `SubgroupSteps`. sizes: chooses how large subgroups are. overlap: update parameters inside the backward pass where possible;
-    the attribute `overlap` is then the interface of that option for compiled graphs, else None. sharded: shards of the parameters
-    that the graphs take. calls: makes stages of what `ZeroRedundancyOptimizer` sends. buckets_due: whether there may be
-    buckets of gradients that are not counted yet.
+    calls: of parallel libraries; steps run under the same pager while these are managed. step_done: called with the optimizer
+    after each step of it, when all bookkeeping is finished. automatic: manage every optimizer; if False, only those given to
+    `manage`. ensure_room, rates: see `SubgroupSteps`. sizes: chooses how large subgroups are. overlap: update parameters inside
+    the backward pass where possible; the attribute `overlap` is then the interface of that option for compiled graphs, else None.
+    sharded: shards of the parameters that the graphs take. buckets_due: whether there may be buckets of gradients that are not
+    counted yet.
     """
 
     def __init__(
         self,
-        pager: Pager,
-        observer: IterationObserver,
+        calls: LibraryCalls,
         *,
-        active: Callable[[], bool],
         step_done: Callable[[Optimizer], None],
         automatic: bool = True,
         ensure_room: Callable[[int], None] | None = None,
         rates: HostRates | None = None,
         sizes: SubgroupSizes | None = None,
         overlap: bool = False,
-        sharded: ShardedParameters | None = None,
-        calls: LibraryCalls | None = None,
     ) -> None:
-        self._active = active
+        pager, observer = calls.pager, calls.observer
+        self._calls, self._active = calls, calls.active
         self._step_done = step_done
         self._automatic = automatic
-        self._optimizers = ManagedOptimizers(
-            pager, observer, sizes or SubgroupSizes(), sharded or ShardedParameters(pager), on_host=rates is not None
-        )
+        self.sharded = ShardedParameters(calls)
+        self._optimizers = ManagedOptimizers(pager, observer, sizes or SubgroupSizes(), self.sharded, on_host=rates is not None)
         self._subgroups = SubgroupSteps(pager, observer, rates=rates, ensure_room=ensure_room)
         self._whole = _WholeSteps(pager, observer)
-        self.overlap = OverlappedSteps(pager, observer, self._optimizers) if overlap else None
+        self.overlap = OverlappedSteps(self._optimizers) if overlap else None
         self._reads_where_it_waits = not pager.device.asynchronous  # so a step can do without having its states brought in
         self.buckets_due = True
-        self._calls = calls
         self._marks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._said: set[str] = set()
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
@@ -150,13 +145,12 @@ class OptimizerSteps(OwnHooks):
         if inside is not None:  # its step is the one that counts
             if inside not in self._marks:
                 self._marks[inside] = inside.register_step_pre_hook(_UPDATED_HERE.there)
-            if self._calls is not None:
-                broadcast_in_stages(self._calls, optimizer)
+            broadcast_in_stages(self._calls, optimizer)
             return None
         managed = self._optimizers.of(optimizer)
         with uninterrupted():
             managed.step_ended()  # if the step before failed
-        if closure_of(args, kwargs) is not None and managed.facts.closure_first:
+        if managed.facts.closure_first:
             return after_closure(args, kwargs, lambda: self.begin(optimizer, args, kwargs))
         self.begin(optimizer, args, kwargs)
         return None

@@ -306,9 +306,8 @@ class SlicedUpdate:
         begins = self._in_order()
         left: dict[str, Any] = {}
         updated = 0
-        blocks = {name: block for name, (_, block) in self.states.items()}
         try:
-            with _Ring(self.pager, self.owned.tensor.device, self.plan, blocks) as ring:
+            with _Ring(self) as ring:
                 for number in range(min(_READ_AHEAD, len(begins))):
                     ring.read(number, begins[number])
                 for number, begin in enumerate(begins):
@@ -370,17 +369,15 @@ class SlicedUpdate:
 class _Ring:
     """Buffers for SLICE_BUFFERS slices of all states, and the copies from and to them. On leaving it, all copies have ended."""
 
-    def __init__(self, pager: Pager, device: torch.device, plan: Slicing, blocks: dict[str, Block]) -> None:
-        self._pager = pager
-        self._plan = plan
-        self._blocks = blocks
+    def __init__(self, update: SlicedUpdate) -> None:
+        self._pager, self._plan, self._states = update.pager, update.plan, update.states
         self._reading: dict[int, list[RangeCopy]] = {}
         self._writing: dict[int, list[RangeCopy]] = {}
-        memory = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=device)
+        memory = torch.empty(self._plan.buffer_bytes, dtype=torch.uint8, device=update.owned.tensor.device)
         memory = memory[-memory.data_ptr() % ALIGNMENT_BYTES :]  # drives are read past the page cache into whole pages
         self._buffers: dict[str, Tensor] = {}  # a row for each slice
-        for name, dtype in plan.states.items():
-            own, memory = memory.tensor_split([SLICE_BUFFERS * plan.slice_elements * dtype.itemsize])
+        for name, dtype in self._plan.states.items():
+            own, memory = memory.tensor_split([SLICE_BUFFERS * self._plan.slice_elements * dtype.itemsize])
             self._buffers[name] = own.view(SLICE_BUFFERS, -1)
 
     def __enter__(self) -> _Ring:
@@ -412,8 +409,8 @@ class _Ring:
         begun = copies[number] = []  # there before the first copy begins: if the next one fails, somebody waits for it
         for name, dtype in self._plan.states.items():
             if to_slot or name not in self._plan.fresh:
-                memory = self._bytes(number, begin, name)
-                begun.append(self._pager.lending.copy_range(self._blocks[name], begin * dtype.itemsize, memory, to_slot=to_slot))
+                block, memory = self._states[name][1], self._bytes(number, begin, name)
+                begun.append(self._pager.lending.copy_range(block, begin * dtype.itemsize, memory, to_slot=to_slot))
 
     def finish(self) -> None:
         """Wait until all slices are written."""

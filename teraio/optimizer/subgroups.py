@@ -42,14 +42,13 @@ class SubgroupSizes:
     """Chooses the size once, for all optimizers of a run. It stays the same in all iterations, since a plan depends on it.
 
     hardware: returns the measured links. used_bytes: the size, given if a given plan was made for it; None before it is chosen.
-    min_bytes: the smallest size to choose. max_bytes: returns the largest size to choose, from the bytes of room.
+    min_bytes: the smallest size to choose.
     """
 
     hardware: Callable[[], Hardware] | None = None
     _: KW_ONLY
     used_bytes: int | None = None
     min_bytes: int = MIN_SUBGROUP_BYTES
-    max_bytes: Callable[[int], int] = largest_subgroup_bytes
 
     @property
     def subgroup_bytes(self) -> int:
@@ -78,9 +77,8 @@ class SubgroupSizes:
             tiers: list[WaitingTier] = ["host", "storage"] if hardware.host_memory_bytes >= total_bytes else ["storage", "host"]
             if found := [tier for tier in tiers if hardware.link(tier, "device") is not None]:
                 stations = stations_of_step(hardware, found[0], update_seconds=UPDATE_SECONDS)
-        best = subgroup_bytes(
-            stations, total_bytes=total_bytes, smallest_bytes=self.min_bytes, largest_bytes=self.max_bytes(room_bytes)
-        )
+        limits = {"smallest_bytes": self.min_bytes, "largest_bytes": largest_subgroup_bytes(room_bytes)}
+        best = subgroup_bytes(stations, total_bytes=total_bytes, **limits)
         basis = "chosen from measured rates" if stations else "a default, as no rate was measured"
         logger.info("optimizers are updated in subgroups of about %s bytes (%s)", f"{best:,}", basis)
         return best

@@ -35,8 +35,7 @@ from planner.errors import FileFormatError, InfeasiblePlanError, PlanError, Tera
 from planner.schema import FrozenModel, read_model, write_atomic
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Program, Stage
-from runtime.paging import Block, Pager
-from teraio.machine import Machine
+from runtime.paging import Block
 from teraio.options import Options, cache_folder
 from teraio.planning.background import BackgroundPlanner
 from teraio.profiling import FIXED_NAME, Iteration, Profile
@@ -205,10 +204,8 @@ class WarmStart:
     All calls are for the training thread. They wait for the file system and for the replay of a plan.
     """
 
-    def __init__(self, cache: PlanCache, machine: Machine, pager: Pager, background: BackgroundPlanner) -> None:
+    def __init__(self, cache: PlanCache, background: BackgroundPlanner) -> None:
         self._cache = cache
-        self._machine = machine
-        self._pager = pager
         self._background = background
         self._first: Program | None = None
         self._kept: KeptPlan | None = None
@@ -231,11 +228,11 @@ class WarmStart:
         kept = self._kept
         if kept is None or not iteration.regions or not iteration.complete:
             return None
-        profile = recognise(kept.trace, iteration, fixed_bytes=self._pager.account.unmoved_bytes)
+        profile = recognise(kept.trace, iteration, fixed_bytes=self._background.pager.account.unmoved_bytes)
         if profile is None:
             return None
         self._kept = None
-        plan = refit(kept, self._machine.hardware(), self._background.budgets(profile))
+        plan = refit(kept, self._background.machine.hardware(), self._background.budgets(profile))
         if isinstance(plan, str):
             self._refused.add(kept.key)
             logger.info("the plan of an earlier start is not used: %s", plan)
@@ -246,7 +243,7 @@ class WarmStart:
     def keep(self, trace: planner.Trace, plan: planner.Plan) -> None:
         """Keep a plan of this run for later starts."""
         if self._first is not None:
-            self._cache.keep(self._first, self._machine.hardware(), trace, plan)
+            self._cache.keep(self._first, self._background.machine.hardware(), trace, plan)
 
 
 def recognise(trace: planner.Trace, iteration: Iteration, *, fixed_bytes: int) -> Profile | None:

@@ -228,12 +228,9 @@ def draws(node: Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":  # of attention, which is tagged also where it drops nothing
-            named: Any = node.kwargs.get("dropout_p", argument.default_value)
-            given: Any = node.args[position] if position < len(node.args) else named
-            return not (isinstance(given, (int, float)) and given == 0)
-    return True
+    # Attention is tagged also where it drops nothing.
+    drops = any(argument.name == "dropout_p" for argument in target._schema.arguments)
+    return not drops or by_name(target, node.args, node.kwargs).get("dropout_p", 0.0) != 0
 
 
 # Random state. So that a checkpointed region draws the same numbers when backward recomputes it, PyTorch wraps a random operator,

@@ -118,8 +118,8 @@ def test_shards_over_all_ranks_have_one_owner(group: None, axes: tuple[int, ...]
 
 def test_the_optimizer_inside_may_update_on_the_host(group: None) -> None:
     """From its first step on, while teraio manages steps."""
-    pager = Pager(mover=None, budget_bytes=None)
-    steps = OptimizerSteps(pager, IterationObserver(pager), active=lambda: True, step_done=lambda optimizer: None)
+    calls, _ = calls_for(Pager(mover=None, budget_bytes=None))
+    steps = OptimizerSteps(calls, step_done=lambda optimizer: None)
     optimizer = ZeroRedundancyOptimizer(nn.Linear(8, 4).parameters(), torch.optim.AdamW, lr=0.1)
     inside = optimizer.optim
     optimizer.step()

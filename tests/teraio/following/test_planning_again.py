@@ -49,7 +49,7 @@ class Rank:
         profile = self.training.profile()
         self.background = BackgroundPlanner(given, machine, self.training.pager, start_job=self.jobs, ranks=ranks)
         plan = plan_for(profile.trace, (2, 2), (3, 3))
-        self.in_force = PlanInForce(given, machine, self.training.observer, self.background, profile, plan)
+        self.in_force = PlanInForce(self.training.observer, self.background, profile, plan)
         self.followed: list[int] = []
 
     def run(self) -> None:

@@ -41,7 +41,7 @@ class Following:
         given: Options = parse_options(options)
         machine: Any = training.mover
         self.background = BackgroundPlanner(given, machine, training.pager, start_job=self.jobs)
-        self.in_force = PlanInForce(given, machine, training.observer, self.background, self.profile, self.plan)
+        self.in_force = PlanInForce(training.observer, self.background, self.profile, self.plan)
         self.replans = 0
         self.waited: list[float] = []
 

@@ -17,6 +17,7 @@ from runtime.device import CpuDevice
 from runtime.paging import Block, Mover, Pager, State, Tier, Tiers
 from runtime.storage import HostStore, PosixStore, Store
 from runtime.transfer import Engine
+from teraio.distributed import LibraryCalls
 from teraio.following import IterationObserver
 from teraio.optimizer import OptimizerSteps, SubgroupSizes
 from teraio.profiling import Iteration, Profile
@@ -44,7 +45,8 @@ class ManagedTraining:
         self.active = True
         self.iterations: list[Iteration] = []
         self._finished: list[weakref.ref[Optimizer]] = []
-        self.steps = OptimizerSteps(pager, self.observer, active=lambda: self.active, step_done=self._step_done, **settings)
+        calls = LibraryCalls(pager, self.observer, active=lambda: self.active, explained=lambda error: error)
+        self.steps = OptimizerSteps(calls, step_done=self._step_done, **settings)
         for number, parameter in enumerate(parameters):
             pager.block_of(parameter, name=name(number), kind="parameter", user_visible=True)
 

@@ -225,13 +225,13 @@ class Textbook:
         self.optimizer.load_state_dict({**content, "state": own})
 
 
-def keeping(optimizer: Optimizer, *, subgroup_bytes: int = 64 * MIB) -> Optimizer:
+def keeping(optimizer: Optimizer) -> Optimizer:
     """As `teraio.manage_optimizer(optimizer, master_weights=True)` without any runtime."""
 
     def on_device(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    keep_masters(optimizer, on_device, subgroup_bytes=subgroup_bytes)
+    keep_masters(optimizer, on_device)
     return optimizer
 
 

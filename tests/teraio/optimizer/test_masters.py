@@ -16,11 +16,12 @@ import teraio
 from planner.errors import BudgetError, UnsupportedError
 from runtime.cpu import CpuMemory
 from runtime.paging import Pager, State
+from teraio.distributed import LibraryCalls, ShardedParameters
 from teraio.following import IterationObserver
 from teraio.optimizer import SubgroupSizes
 from teraio.optimizer.arithmetic import run_step
 from teraio.optimizer.facts import owned_parameters
-from teraio.optimizer.managed import ManagedOptimizers, ShardedParameters
+from teraio.optimizer.managed import ManagedOptimizers
 
 from .managed_training import Start, Training
 from .plain_training import (
@@ -154,7 +155,8 @@ def test_an_update_allocates_no_more_than_was_reserved(memory: CpuMemory, name: 
     parameters = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes[:count]]
     optimizer = keeping(MASTER_OPTIMIZERS[name](parameters))
     pager = Pager(mover=None, budget_bytes=None)
-    managed = ManagedOptimizers(pager, IterationObserver(pager), SubgroupSizes(), ShardedParameters(pager)).of(optimizer)
+    calls = LibraryCalls(pager, IterationObserver(pager), active=lambda: True, explained=lambda error: error)
+    managed = ManagedOptimizers(pager, calls.observer, SubgroupSizes(), ShardedParameters(calls)).of(optimizer)
     for _ in range(1 + stale):
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, dtype=torch.bfloat16)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from teraio.optimizer import SubgroupSizes
+from teraio.optimizer import SubgroupSizes, arithmetic
 
 from .managed_training import ManagedTraining, check_sliced
 from .plain_training import (
@@ -112,7 +112,8 @@ def begin(request: pytest.FixtureRequest) -> Begin:
             training = request.getfixturevalue("started")(parameters=parameters, **SETTINGS[way])
         optimizer = make(parameters)
         if way in MASTER_WAYS:
-            keeping(optimizer, subgroup_bytes=2 * WIDE)
+            request.getfixturevalue("monkeypatch").setattr(arithmetic, "SUBGROUP_BYTES", 2 * WIDE)
+            keeping(optimizer)
         return Run(parameters=parameters, optimizer=optimizer, training=training)
 
     return managed

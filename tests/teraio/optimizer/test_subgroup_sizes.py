@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import planner
 from planner import Hardware, stations_of_step, subgroup_bytes
 from planner.subgroup_size import UNMEASURED_BYTES
-from teraio import training_run
 from teraio.optimizer.subgroups import MIN_SUBGROUP_BYTES, UPDATE_SECONDS, SubgroupSizes
 
 from .. import virtual
@@ -66,8 +64,7 @@ def subgroups_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """In training, subgroups that are chosen have this size."""
 
     def set_size(size_bytes: int) -> None:
-        limits: dict[str, Any] = {"min_bytes": size_bytes, "max_bytes": lambda room: size_bytes}
-        monkeypatch.setattr(training_run, "SubgroupSizes", functools.partial(SubgroupSizes, **limits))
+        monkeypatch.setattr(SubgroupSizes, "_best", lambda *_: size_bytes)
 
     return set_size
 
