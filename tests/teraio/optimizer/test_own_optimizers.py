@@ -155,6 +155,7 @@ def test_masters_are_kept_for_an_optimizer_with_a_promise() -> None:
     with pytest.raises(teraio.UnsupportedError, match="not known to treat each parameter by itself"):
         teraio.manage_optimizer(optimizer, master_weights=True)
     teraio.manage_optimizer(optimizer, independent="elements", master_weights=True)
+    teraio.manage_optimizer(optimizer, master_weights=True)  # twice does no harm
     parameter.grad = torch.ones_like(parameter)
     for _ in range(3):
         optimizer.step()

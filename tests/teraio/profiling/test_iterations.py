@@ -43,6 +43,7 @@ def test_the_first_optimizer_ends_iterations(border: IterationBorder) -> None:
     assert ends(border, generator, *[critic] * 5, generator) == [True, *[False] * 5, True]
     border, optimizers = IterationBorder(), [SGD([weight()]) for _ in range(12)]
     assert ends(border, *optimizers * 7) == [True, *[False] * 11] * 7
+    assert border.tell() and ends(border, *optimizers) == [False] * 12, "from now on the user says it"
 
 
 def test_optimizers_over_the_same_parameters(border: IterationBorder) -> None:

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter, Node
+from torch._inductor import config
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
@@ -489,10 +490,11 @@ def test_what_reads_an_input_that_the_graph_changes_is_not_computed_again(use: C
 
 
 def test_a_graph_without_a_backward_pass_runs_in_tiles(fuses: bool) -> None:
-    words = torch.randint(0, CLASSES, (BATCH, WORDS))
-    with torch.no_grad(), tiles.marking(above_bytes=0, fuses=fuses):
+    """After the passes of the user."""
+    words, seen = torch.randint(0, CLASSES, (BATCH, WORDS)), list[Graph]()
+    with torch.no_grad(), config.patch(joint_custom_post_pass=seen.append), tiles.marking(above_bytes=0, fuses=fuses):
         (forward,) = capture(Model(flat_loss), words, decompositions=None if fuses else {}, loss=False)
-    assert check_results(forward) > 1
+    assert check_results(forward) > 1 and len(seen) == 1
 
 
 def test_a_budget_that_larger_tiles_exceed_makes_them_smaller() -> None:
