@@ -132,25 +132,22 @@ def _windows(
         last = max((use for use in block.uses if use < subgroup.stage), default=block.uses[-1] - stages)
         return grid.end_of(last) + (not grid.at_instants)
 
-    def stay(block: Block) -> tuple[int, int]:
+    def coming_in(block: Block) -> tuple[int, int, int, int]:
         following = min((use for use in block.uses if use > subgroup.stage), default=block.uses[0] + stages)
-        return left(block), grid.start_of(following)
+        away, back = left(block), grid.start_of(following)
+        return max(begin, away if window is None else back - window), back, away + grid.at_instants, back
 
-    def coming_in(left: int, back: int) -> tuple[int, int, range]:
-        return max(begin, left if window is None else back - window), back, range(left + grid.at_instants, back)
-
-    copies_in = _copies(parameters(trace, subgroup), host.inward, stay, coming_in)
+    copies_in = _copies(parameters(trace, subgroup), host.inward, coming_in)
     needed = max(begin + 1, max(copy.last for copy in copies_in))
     last = needed if border is None else min(needed, border)
 
-    def going_out(left: int, gone: int) -> tuple[int, int, range]:
-        end = last if window is None else left + window
+    def going_out(block: Block) -> tuple[int, int, int, int]:
+        away = left(block)
+        end = last if window is None else away + window
         end = end if border is None else min(end, border)
-        return left, max(left + 1, end), range(left + 1, gone + 1)
+        return away, max(away + 1, end), away + 1, grid.end_of(block.last_stage) + 1
 
-    copies_out = _copies(
-        gradients(trace, subgroup), host.outward, lambda block: (left(block), grid.end_of(block.last_stage)), going_out
-    )
+    copies_out = _copies(gradients(trace, subgroup), host.outward, going_out)
     host_seconds = (subgroup.host_seconds or 0.0) / unit_seconds
     return HostUpdateWindows(
         subgroups=(subgroup.id,),
@@ -170,24 +167,18 @@ def _windows(
     )
 
 
-def _copies(
-    blocks: Iterable[Block],
-    link: Link,
-    idle: Callable[[Block], tuple[int, int]],
-    spans: Callable[[int, int], tuple[int, int, range]],
-) -> tuple[UpdateCopy, ...]:
-    """The copies of the blocks over the link: one for blocks that are `idle` in the same spans.
+def _copies(blocks: Iterable[Block], link: Link, spans: Callable[[Block], tuple[int, int, int, int]]) -> tuple[UpdateCopy, ...]:
+    """The copies of the blocks over the link: one for blocks with the same spans.
 
-    idle: the first span in which the block can be away, and where that ends. spans: `first`, `last` and `absent` by these two.
+    spans: `first`, `last`, and from where to where the block is `absent`.
     """
-    groups: dict[tuple[int, int], list[Block]] = defaultdict(list)
+    groups: dict[tuple[int, int, int, int], list[Block]] = defaultdict(list)
     for block in blocks:
-        groups[idle(block)].append(block)
+        groups[spans(block)].append(block)
     copies = []
-    for ends, members in groups.items():
-        first, last, absent = spans(*ends)
-        seconds = sum(link.seconds(block.size_bytes) for block in members)
-        copies.append(UpdateCopy(first=first, last=last, absent=absent, size_bytes=total_bytes(members), seconds=seconds))
+    for (first, last, *ends), members in groups.items():
+        size, seconds = total_bytes(members), sum(link.seconds(block.size_bytes) for block in members)
+        copies.append(UpdateCopy(first=first, last=last, absent=range(*ends), size_bytes=size, seconds=seconds))
     return tuple(copies)
 
 

@@ -14,7 +14,7 @@ from planner.errors import PlanError
 from planner.schema.json_file import faults, read_model, write_atomic
 from planner.schema.lengths import Sizes, dominates, told
 from planner.schema.models import Bytes, FrozenModel, GrownModel, Id, Ids, Seconds, check_ids
-from planner.schema.trace import SubgroupBytes, Tier, Trace
+from planner.schema.trace import Count, Tier, Trace
 
 WaitingTier = Literal["host", "storage"]
 
@@ -183,7 +183,7 @@ class Plan(GrownModel):
     updates: Annotated[tuple[Update, ...], FailFast()] = ()
     recompute: Annotated[tuple[Recompute, ...], FailFast()] = ()
     predicted: Predicted | None = None
-    subgroup_bytes: SubgroupBytes | None = None
+    subgroup_bytes: Count | None = None
     shorter: Annotated[tuple[Shorter, ...], FailFast()] = ()
 
     @model_validator(mode="after")

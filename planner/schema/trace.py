@@ -33,7 +33,6 @@ Tier = Literal["device", "host", "storage"]
 Phase = Literal["forward", "backward", "optimizer", "user", "recompute"]
 BlockKind = Literal["parameter", "gradient", "optimizer_state", "activation", "buffer"]
 Rate = Annotated[float, Field(ge=1e-60)]
-SubgroupBytes = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(gt=0)]
 
 
@@ -289,7 +288,7 @@ class Trace(GrownModel):
     blocks: Annotated[tuple[Block, ...], FailFast()] = ()
     subgroups: Annotated[tuple[Subgroup, ...], FailFast()] = ()
     recompute: Annotated[tuple[RecomputeGroup, ...], FailFast()] = ()
-    subgroup_bytes: SubgroupBytes | None = None
+    subgroup_bytes: Count | None = None
     not_recomputed: Annotated[tuple[NotRecomputed, ...], FailFast()] = ()
     work: Work | None = None
     lengths: Lengths | None = None
