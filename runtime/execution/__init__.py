@@ -7,7 +7,6 @@ from runtime.execution.program import (
     InterleavedStages,
     Kind,
     LateBlocks,
-    Observer,
     Phase,
     Program,
     SizedGraph,

@@ -10,7 +10,6 @@ from runtime.storage.slots import (
     Chunk,
     ChunkIO,
     Extent,
-    MoveChunk,
     RangeCopy,
     Slot,
     align_up,
