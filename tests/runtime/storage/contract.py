@@ -237,6 +237,17 @@ class StoreContract:
             store.release(slot)
         assert store.used_bytes == 0
 
+    def test_a_slot_that_was_released_is_free_when_nobody_keeps_it(self, store: Store) -> None:
+        slot = store.allocate(MIB, "weights")
+        keepers = [store.keep(slot) for _ in range(2)]
+        store.release(slot)
+        with pytest.raises(StorageError, match="'weights' is not in use"):
+            store.release(slot)
+        for let_go in keepers:
+            assert store.used_bytes == MIB
+            let_go()
+        assert store.used_bytes == 0
+
     def test_after_close_nothing_moves_but_mappings_live_on(self, case: StoreCase, store: Store) -> None:
         slot = store.allocate(MIB, "weights")
         memory = case.random(MIB)
