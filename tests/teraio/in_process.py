@@ -7,46 +7,13 @@ import sys
 import pytest
 
 import planner
-from planner import Plan, SolverError, Trace
-
-
-class InProcessJob:
-    """Stands for `teraio.planning.PlanningJob`: plans at once, in the training thread, with the same planner and limits.
-
-    No second interpreter imports the planner for each training, and no plan is searched for longer than that of a very long
-    iteration would be: a training must follow what it gets, and how good that is, the planner's own tests tell.
-    """
-
-    def __init__(
-        self, trace: planner.Trace, budgets: planner.Budgets, *, time_limit_seconds: float, known: Plan | None = None
-    ) -> None:
-        self.done = True
-        self._result: planner.Plan | planner.TeraioError
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys.modules["planner.policies.effort"], "_BY_STAGES", ())
-            try:
-                made = known or planner.plan(trace, budgets, time_limit_seconds=time_limit_seconds)
-                self._result = planner.with_shorter(made, trace)
-            except planner.TeraioError as error:
-                self._result = error
-
-    def wait(self, timeout_seconds: float | None) -> bool:
-        return True
-
-    def result(self) -> planner.Plan:
-        """Return the plan. Raises the TeraioError that planning ended with."""
-        if isinstance(self._result, planner.TeraioError):
-            raise self._result
-        return self._result
-
-    def cancel(self) -> None:
-        """Do nothing: the plan has been made."""
+from planner import Budgets, Plan, TeraioError, Trace
 
 
 class InstantJob:
-    """Stands for the planning process: a job that has ended as soon as it is started."""
+    """Stands for `teraio.planning.PlanningJob`: a job that has ended as soon as it is started."""
 
-    def __init__(self, trace: Trace, answer: Plan | SolverError) -> None:
+    def __init__(self, trace: Trace, answer: Plan | TeraioError) -> None:
         self.done = True
         self.cancelled = False
         self._trace = trace
@@ -64,21 +31,39 @@ class InstantJob:
         self.cancelled = True
 
 
+class InProcessJob(InstantJob):
+    """Plans at once, in the training thread, with the same planner and limits.
+
+    No second interpreter imports the planner for each training, and no plan is searched for longer than that of a very long
+    iteration would be: a training must follow what it gets, and how good that is, the planner's own tests tell.
+    """
+
+    def __init__(self, trace: Trace, budgets: Budgets, *, time_limit_seconds: float, known: Plan | None = None) -> None:
+        answer: Plan | TeraioError
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys.modules["planner.policies.effort"], "_BY_STAGES", ())
+            try:
+                made = known or planner.plan(trace, budgets, time_limit_seconds=time_limit_seconds)
+                answer = planner.with_shorter(made, trace)
+            except TeraioError as error:
+                answer = error
+        super().__init__(trace, answer)
+
+
 class InstantJobs:
     """Starts jobs: the next of `answers` is what one ends with, None for a real plan; `asked`: what they were asked for."""
 
     def __init__(self) -> None:
-        self.answers: list[Plan | SolverError | None] = []
+        self.answers: list[Plan | TeraioError | None] = []
         self.asked: list[Trace] = []
         self.started: list[InstantJob] = []
 
-    def __call__(
-        self, trace: Trace, budgets: planner.Budgets, *, time_limit_seconds: float, known: Plan | None = None
-    ) -> InstantJob:
+    def __call__(self, trace: Trace, budgets: Budgets, *, time_limit_seconds: float, known: Plan | None = None) -> InstantJob:
         self.asked.append(trace)
         answer = self.answers.pop(0)
         if answer is None:
-            made = known or planner.plan(trace, budgets, time_limit_seconds=time_limit_seconds)
-            answer = planner.with_shorter(made, trace)
-        self.started.append(InstantJob(trace, answer))
-        return self.started[-1]
+            job: InstantJob = InProcessJob(trace, budgets, time_limit_seconds=time_limit_seconds, known=known)
+        else:
+            job = InstantJob(trace, answer)
+        self.started.append(job)
+        return job

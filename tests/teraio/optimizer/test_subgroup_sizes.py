@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,18 +25,14 @@ def hardware(tiers: dict[str, float], host_bytes: int = 64 * GIB) -> Hardware:
     return virtual.hardware(rates, latency=1e-4, host_memory_bytes=host_bytes, storage_bytes=GIB)
 
 
-def best(machine: Hardware, tier: Any, room: int, total: int = sum(SIZES)) -> int:
-    stations = stations_of_step(machine, tier, update_seconds=UPDATE_SECONDS)
-    limits = {"smallest_bytes": MIN_SUBGROUP_BYTES, "largest_bytes": room // 8}
-    return subgroup_bytes(stations, total_bytes=total, **limits)
-
-
 def test_the_size_is_chosen_once_from_what_is_measured() -> None:
     machine = hardware({"host": 1e10})
     sizes = SubgroupSizes(lambda: machine)
     assert sizes.used_bytes is None
     found = sizes.choose(SIZES, 4 * GIB)
-    assert found == sizes.used_bytes == best(machine, "host", 4 * GIB)
+    stations = stations_of_step(machine, "host", update_seconds=UPDATE_SECONDS)
+    limits = {"smallest_bytes": MIN_SUBGROUP_BYTES, "largest_bytes": 4 * GIB // 8}
+    assert found == sizes.used_bytes == subgroup_bytes(stations, total_bytes=sum(SIZES), **limits)
     assert MIN_SUBGROUP_BYTES < found < 4 * GIB // 8, "neither limit decided"
     for room in (GIB // 16, None):
         assert sizes.choose(SIZES[:3], room) == found
@@ -56,31 +50,22 @@ def test_where_nothing_is_measured() -> None:
         assert sizes.choose(few, GIB) == MIN_SUBGROUP_BYTES and sizes.used_bytes is None
 
 
-# -- in training
+def test_a_plan_brings_the_size_that_it_was_made_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training. What would be chosen the next time does not matter then."""
 
-
-@pytest.fixture
-def subgroups_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """In training, subgroups that are chosen have this size."""
-
-    def set_size(size_bytes: int) -> None:
+    def choose(size_bytes: int) -> None:
         monkeypatch.setattr(SubgroupSizes, "_best", lambda *_: size_bytes)
 
-    return set_size
-
-
-def test_a_plan_brings_the_size_that_it_was_made_for(tmp_path: Path, subgroups_of: Callable[[int], None]) -> None:
-    """What would be chosen the next time does not matter then."""
     case = small("AdamW", layers=4, planned=True, steps=8)
     paths = {"trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"}
     options = share_of_peak(case, tmp_path, 0.5)
-    subgroups_of(16 * MIB)
+    choose(16 * MIB)
     found = train(case, options={**options, **paths})
     trace, plan = planner.Trace.load(paths["trace_out"]), planner.Plan.load(paths["plan_out"])
     assert found.status.phase == "planned" and plan.subgroup_bytes == trace.subgroup_bytes > 8 * MIB
     count = len(trace.subgroups)
     assert 2 <= count <= 6, "at least one of eight parameters in each"
-    subgroups_of(MIB)
+    choose(MIB)
     for given in (paths["plan_out"], None):
         again = train(case, options={**options, "trace_out": tmp_path / "again.json", "plan": given})
         assert again.status.phase == "planned"

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import planner
 from planner import Budgets, SolverError
@@ -21,6 +22,7 @@ from teraio.options import parse_options
 from teraio.planning import BackgroundPlanner, PlanningJob
 from teraio.planning import background as planning
 from teraio.profiling import Profile
+from teraio.ranks import RankGroup, RankPlace
 
 from ...planner.traces import varying
 from ..in_process import InstantJobs
@@ -185,3 +187,59 @@ def test_budgets_leave_out_states_that_always_stay_in_a_lower_tier(rig: Rig, mon
         weight.kind, weight.tier, weight.slot = "optimizer_state", tier, SimpleNamespace(size_bytes=64)  # type: ignore
         del rig.profile.ids[weight]
     assert rig.background.budgets(rig.profile) == Budgets(device_bytes=device_bytes, host_bytes=872, storage_bytes=0)
+
+
+# -- one plan for equal ranks: what happens if it fails where it is made. Two ranks in one process
+
+
+class Rank:
+    """A rank with a planner whose plan, `ready`, is there when the test says so."""
+
+    def __init__(self, store: dist.Store, rank: int, seconds: float = 60.0) -> None:
+        group = RankGroup(store, RankPlace(rank=rank, world_size=2, local_rank=rank, local_world_size=2), timeout_seconds=seconds)
+        self.started, self.ready = False, None
+        functions: Any = {"start": self._start, "take": lambda: self.ready}
+        self.plan = planning.RankPlan(group, CHAIN, Budgets(device_bytes=10), name="plan", timeout_seconds=seconds, **functions)
+
+    ready: planner.Plan | None
+
+    def _start(self) -> None:
+        assert not self.started
+        self.started = True
+
+
+@pytest.fixture
+def ranks() -> Callable[..., tuple[Rank, Rank]]:
+    """Makes two that have begun to plan."""
+    if not dist.is_available():
+        pytest.skip("this torch has no torch.distributed")
+
+    def make(*seconds: float) -> tuple[Rank, Rank]:
+        store = dist.HashStore()
+        made = Rank(store, 0), Rank(store, 1, *seconds)
+        for rank in made:
+            rank.plan.plan(1)
+        return made
+
+    return make
+
+
+def test_a_rank_plans_for_itself_if_the_other_gives_up_or_is_silent(ranks: Callable[..., tuple[Rank, Rank]]) -> None:
+    one, two = ranks()
+    one.plan.cancel()
+    two.plan.plan(2)
+    assert two.started
+    two.ready = planner.plan(CHAIN, Budgets(device_bytes=10), policy="teraio", lower_bound=False)
+    assert two.plan.plan(3) is not None
+
+    _, two = ranks(0.0)
+    two.plan.plan(2)
+    assert two.started
+
+
+def test_a_plan_that_does_not_fit_here_is_not_followed(ranks: Callable[..., tuple[Rank, Rank]]) -> None:
+    one, two = ranks()
+    made = planner.plan(CHAIN, Budgets(device_bytes=10), policy="teraio", lower_bound=False)
+    one.ready = made.model_copy(update={"moves": made.moves[:1]})
+    one.plan.plan(2), two.plan.plan(2)
+    assert two.started
