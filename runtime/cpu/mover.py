@@ -59,14 +59,14 @@ class CpuMover(Mover):
             return False
         return block.span is None or self.span(storage) == block.span  # memory that was freed may serve again at its address
 
-    def begin_in_file(self, slot: Slot, kind: str) -> tuple[Block, torch.UntypedStorage]:
+    def begin_in_file(self, slot: Slot) -> tuple[Block, torch.UntypedStorage]:
         if not system_tells():
             raise UnsupportedError(
                 f"{slot.name} cannot stay in {slot.extents[0].path}: /proc/self/pagemap of this system does not tell whether "
                 "your code writes to it; load the checkpoint as trained weights, or run where it tells (some containers do not)"
             )
         storage = self._memory.in_file(slot.extents[0], slot.lead_bytes, slot.content_bytes)
-        block = Block(held=storage, name=slot.name, kind=kind, user_visible=True, span=self.span(storage))
+        block = Block(held=storage, name=slot.name, kind="parameter", user_visible=True, span=self.span(storage))
         return block, storage
 
     def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:

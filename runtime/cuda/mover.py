@@ -96,11 +96,11 @@ class StreamMover(Mover):
         keys, addresses, sizes = [b.key for b in blocks], [b.address for b in blocks], [b.size_bytes for b in blocks]
         return [blocks[position] for position in storage_swap.changed(keys, addresses, sizes)]
 
-    def begin_in_file(self, slot: Slot, kind: str) -> tuple[Block, torch.UntypedStorage]:
+    def begin_in_file(self, slot: Slot) -> tuple[Block, torch.UntypedStorage]:
         storage = storage_swap.without_memory(slot.content_bytes, self._streams.device)
         self.tiers.ownership.claim(storage, self.tiers)
         span = _span(slot.content_bytes)
-        block = Block(held=storage, name=slot.name, kind=kind, user_visible=True, span=span, at=0)
+        block = Block(held=storage, name=slot.name, kind="parameter", user_visible=True, span=span, at=0)
         block.tier = "storage"
         storage_swap.discard(storage, _not_here(block))
         return block, storage

@@ -224,7 +224,7 @@ class OperatorRunner:
         Raises UnsupportedError without a storage tier, StorageIOError if the file cannot be used.
         """
         size_bytes = math.prod(shape) * dtype.itemsize
-        storage = self.pager.block_in_file(name, "parameter", path=path, offset_bytes=offset_bytes, size_bytes=size_bytes)
+        storage = self.pager.block_in_file(name, path=path, offset_bytes=offset_bytes, size_bytes=size_bytes)
         return storage_swap.tensor_over(storage, dtype, tuple(shape))
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -67,14 +67,14 @@ class CheckedMover:
     def replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
         return self._mover.replaced(blocks)
 
-    def begin_in_file(self, slot: Slot, kind: str) -> tuple[Block, torch.UntypedStorage]:
+    def begin_in_file(self, slot: Slot) -> tuple[Block, torch.UntypedStorage]:
         if not self._told:
             self._told = True
             _log.warning(
                 "option checksums or debug: weights that stay in %s and other files are checked against their first read",
                 slot.extents[0].path,
             )
-        return self._mover.begin_in_file(slot, kind)
+        return self._mover.begin_in_file(slot)
 
     def finished(self, blocks: Iterable[Block]) -> list[Block]:
         return self._mover.finished(blocks)

@@ -62,9 +62,9 @@ class Mover(Protocol):
         known = [(block, held) for block in blocks if (held := block.storage()) is not None]
         return [b for b, held in known if held.nbytes() != b.size_bytes or held.data_ptr() != b.address]
 
-    def begin_in_file(self, slot: Slot, kind: str) -> tuple[Block, torch.UntypedStorage]:
-        """Return a new block with the name and the size of `slot`, which is in a file of the user and stands in for it, and its
-        storage, which takes no memory. The caller gives the block its slot. Raises UnsupportedError, StorageError.
+    def begin_in_file(self, slot: Slot) -> tuple[Block, torch.UntypedStorage]:
+        """Return a new parameter with the name and the size of `slot`, which is in a file of the user and stands in for it, and
+        its storage, which takes no memory. The caller gives the block its slot. Raises UnsupportedError, StorageError.
         """
         raise nowhere()
 

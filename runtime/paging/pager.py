@@ -115,8 +115,8 @@ class Pager(Stages):
             self.show_to_user([block])
         return block
 
-    def block_in_file(self, name: str, kind: str, *, path: Path, offset_bytes: int, size_bytes: int) -> torch.UntypedStorage:
-        """Return a new storage on the device that is a block, away, whose content is so many bytes of a file from an offset on.
+    def block_in_file(self, name: str, *, path: Path, offset_bytes: int, size_bytes: int) -> torch.UntypedStorage:
+        """Return a new storage on the device that is a parameter, away: its content is so many bytes of a file from an offset on.
 
         Reads none of them, takes no memory, and writes none to the lower tiers: the file is the block's copy, see
         [Note: Blocks in files]. The block lives as long as the storage; tied weights share it. On a GPU nobody can access
@@ -131,7 +131,7 @@ class Pager(Stages):
         with self._lock:
             slot = self._tiers.slot_in_file(name, path, offset_bytes, size_bytes)
             try:
-                block, storage = self._mover.begin_in_file(slot, kind)
+                block, storage = self._mover.begin_in_file(slot)
                 block.born = self.iteration
                 self._transitions.begin_away(block, storage, slot)
             except BaseException:

@@ -82,11 +82,11 @@ class PosixStore(FileSpace):
     """A `Store` between host memory and the files of a `FileSpace`."""
 
     def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
-        self._check_readable(slot.of or slot)  # the number of a closed descriptor may be another file's
+        self._check_readable(slot)  # the number of a closed descriptor may be another file's
         copy_all("write", os.pwritev, slot, chunk, address, chunk.length_bytes)
 
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
-        self._check_readable(slot.of or slot)
+        self._check_readable(slot)
         if slot.file is not None:
             _read_user_file(slot.file, slot, chunk, address)
         else:

@@ -104,7 +104,7 @@ class KvikioStore(FileSpace):
         self._copy("write", self._handles[chunk.extent.file_descriptor].pwrite, slot, chunk, address)
 
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
-        self._check_readable(slot.of or slot)
+        self._check_readable(slot)
         try:
             self._copy("read", self._handles[chunk.extent.file_descriptor].pread, slot, chunk, address)
         finally:

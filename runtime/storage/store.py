@@ -223,8 +223,8 @@ class Store(ABC):
         """Free the files or the memory. Called once. The caller holds the lock."""
 
     def _check_readable(self, slot: Slot) -> None:
-        """Raise StorageError if the store is closed and the slot is not of `keep`."""
-        if slot not in self._kept:
+        """Raise StorageError if the store is closed, and neither the slot nor the one that it is a range of is of `keep`."""
+        if (slot.of or slot) not in self._kept:
             self._check_open()
 
     def _check_open(self) -> None:

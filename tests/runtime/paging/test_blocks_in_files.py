@@ -58,7 +58,7 @@ class Rig(ABC):
     def weight(
         self, offset: int = PLACE, size: int = SIZE, *, name: str = "w", path: Path | None = None
     ) -> tuple[torch.Tensor, Block]:
-        storage = self.pager.block_in_file(name, "parameter", path=path or self.path, offset_bytes=offset, size_bytes=size)
+        storage = self.pager.block_in_file(name, path=path or self.path, offset_bytes=offset, size_bytes=size)
         tensor = storage_swap.tensor_over(storage, torch.uint8, (size,))
         block = self.pager.known_block(tensor)
         assert block is not None
@@ -408,7 +408,7 @@ def test_what_cannot_be(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_without_a_storage_tier_it_cannot_be() -> None:
     machine = CpuMachine(host_bytes=4 * MIB)
     with pytest.raises(UnsupportedError, match="there is no storage tier.*give the option storage"):
-        machine.pager.block_in_file("w", "parameter", path=Path("weights"), offset_bytes=0, size_bytes=SIZE)
+        machine.pager.block_in_file("w", path=Path("weights"), offset_bytes=0, size_bytes=SIZE)
     machine.close()
 
 
