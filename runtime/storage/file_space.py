@@ -110,13 +110,7 @@ class FileSpace(Store):
         if slot.file is None:
             super()._give_back(slot)
         else:  # its bytes are the user's
-            self.user_files.release(slot)
-
-    def _free_kept(self, slot: Slot) -> None:
-        if slot.file is None:
-            super()._free_kept(slot)
-        else:
-            self.user_files.release(slot)
+            self.user_files.release(slot.file, slot)
 
     def _free_all_but(self, kept: Sequence[Slot]) -> None:
         super()._free_all_but(kept)

@@ -175,12 +175,15 @@ class Store(ABC):
             del self._kept[slot]
             if self._closed:
                 if self._kept:
-                    self._free_kept(slot)
+                    self._give_back(slot)
                 else:
                     self._free_everything()
 
     def _give_back(self, slot: Slot) -> None:
-        """Make the bytes of a slot free for others. The caller holds the lock."""
+        """Make the bytes of a slot free: for other blocks, and after `close` for the system. The caller holds the lock."""
+        if self._closed:
+            self._free_ranges([(each.file_descriptor, each.offset_bytes, each.length_bytes) for each in slot.extents])
+            return
         used = self.used_bytes - slot.size_bytes
         with _AllOrNothing(self._spaces.values()):
             for extent in slot.extents:
@@ -191,10 +194,6 @@ class Store(ABC):
     def _has(self, slot: Slot) -> bool:
         """Whether the slot is in use. The caller holds the lock."""
         return slot in self._in_use
-
-    def _free_kept(self, slot: Slot) -> None:
-        """Give the system the bytes of a slot back after `close`. The caller holds the lock."""
-        self._free_ranges([(each.file_descriptor, each.offset_bytes, each.length_bytes) for each in slot.extents])
 
     def _free_all_but(self, kept: Sequence[Slot]) -> None:
         """Give the system all bytes back that are not in these slots. The caller holds the lock."""

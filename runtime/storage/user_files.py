@@ -179,11 +179,8 @@ class UserFiles:
         finally:
             self._drop_unused(file)
 
-    def release(self, slot: Slot) -> None:
-        """The block needs the file no more. Close it if no other one does. Raises StorageError if the slot is not in use."""
-        file = slot.file
-        if file is None or slot not in file.slots:
-            raise StorageError(f"block {slot.name!r} is in no file here; this is a bug in teraio, please report it")
+    def release(self, file: UserFile, slot: Slot) -> None:
+        """The slot's block needs the file no more. Close it if no other one does."""
         del file.slots[slot]
         self._drop_unused(file)
 

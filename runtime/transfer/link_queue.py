@@ -360,17 +360,12 @@ class Transfer:
         failure.__cause__ = self.error_after
         return failure
 
-    def promote(self) -> bool:
-        """Put the transfer first in the queues of all drives where none of its chunks has begun.
-
-        Return False if there is no such drive, because it has begun on all of them.
-        """
+    def promote(self) -> None:
+        """Put the transfer first in the queues of all drives where none of its chunks has begun; there may be none."""
         with self.link._lock:
-            queues = self.link._queues_with(self)
-            for queue in queues:
+            for queue in self.link._queues_with(self):
                 queue.remove(self)
                 queue.appendleft(self)
-            return bool(queues)
 
 
 class DriveQueue:
