@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import takewhile
 from operator import itemgetter
@@ -19,7 +19,7 @@ from planner.errors import StorageError
 from planner.schema import WaitingTier
 from runtime.device import COMPUTE, INWARD, OUTWARD, USER, Event, Lane, Span, Streams, TimedEvent
 from runtime.paging import DROPPED, POISON, Block, Done, LeftBehind, Mover, Tiers, dropped_message, slot_of, storage_of
-from runtime.storage import Extent, RangeCopy, Slot, cut_slot, slot_range
+from runtime.storage import RangeCopy, Slot, cut_slot, slot_range
 from runtime.system import annotate, storage_swap
 
 # The end of a copy out or in that the device may not have ended yet; the storage, which it keeps alive (rule 5); and the
@@ -32,22 +32,13 @@ class StreamMover(Mover):
 
     User code and the host's processor change the only copy of a block, so nothing becomes invalid.
 
-    host_address: returns where an extent of the host tier lies in memory.
     in_reach: whether kernels can read and write the host tier, as they can if it is pinned. If not, user code cannot touch
     the blocks there.
     poison: see [Note: Debug mode].
     moved_bytes, busy_seconds: of the copies between device and host tier, see `HostCopies`.
     """
 
-    def __init__(
-        self,
-        streams: Streams,
-        tiers: Tiers,
-        host_address: Callable[[Extent], int],
-        *,
-        in_reach: bool = True,
-        poison: bool = False,
-    ) -> None:
+    def __init__(self, streams: Streams, tiers: Tiers, *, in_reach: bool = True, poison: bool = False) -> None:
         self.tiers = tiers
         self._streams = streams
         self._poison = poison
@@ -59,7 +50,7 @@ class StreamMover(Mover):
         self._last: dict[Block, tuple[Event]] = {}  # the end of the last copy from or to a slot; earlier ones end before it
         self._queued = 0  # copies so far
         self._joined = 0  # number of the last copy in that computation waits for
-        self._copies = HostCopies(streams, host_address)
+        self._copies = HostCopies(streams)
         self.moved_bytes, self.busy_seconds = self._copies.moved_bytes, self._copies.busy_seconds
         self._computed = LastPoint(streams, shares=not poison)  # poison is written in the lane of computation
         self.together: AbstractContextManager[object] = self._computed
@@ -315,14 +306,12 @@ _Copy = tuple[int, TimedEvent, TimedEvent]
 class HostCopies:
     """Queues copies between the device and the host tier, and counts them.
 
-    host_address: returns where an extent of the host tier lies in memory.
     moved_bytes, busy_seconds: of the copies that are known to have ended, by link, since the start. Of copies that follow each
     other, the time between them counts as well: it is what the host takes to queue the next one.
     """
 
-    def __init__(self, streams: Streams, host_address: Callable[[Extent], int]) -> None:
+    def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._host_address = host_address
         self._copies: dict[Lane, list[_Copy]] = {lane: [] for lane in _LINKS}
         self._ends: dict[Lane, TimedEvent] = {}
         self.moved_bytes = dict.fromkeys(_LINKS.values(), 0)
@@ -337,8 +326,9 @@ class HostCopies:
         before = (self._ends.get(lane) if follows else None) or streams.mark_lane(lane)
         with annotate("copy", slot.name, _LINKS[lane]):
             for extent in slot.extents:
+                assert extent.address is not None  # the host tier is in memory
                 size = min(extent.length_bytes, left)  # slots are rounded up, blocks are not
-                copy_in_lane(streams, lane, self._host_address(extent), address, size)
+                copy_in_lane(streams, lane, extent.address, address, size)
                 address, left = address + size, left - size
         self._ends[lane] = after = streams.mark_lane(lane)
         self._copies[lane].append((size_bytes, before, after))

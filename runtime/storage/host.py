@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 class HostStore(Store):
     """A `Store` in `size_bytes` of main memory. Its reads and writes are copies that release the interpreter's lock.
 
-    The slab stays at `address`, `capacity_bytes` long, so that a GPU can copy from and to `address_of(extent)` by itself. Its
+    The slab stays at `address`, `capacity_bytes` long, so that a GPU can copy from and to `extent.address` by itself. Its
     pages can also be mapped elsewhere by an extent's descriptor and offset. A block gets several extents if no hole is large
     enough for it.
     No extent crosses a multiple of PIN_CHUNK_BYTES.
@@ -82,10 +82,6 @@ class HostStore(Store):
     def pinned(self) -> bool:
         """True if the slab is pinned."""
         return self._unpin is not None
-
-    def address_of(self, extent: Extent) -> int:
-        """Return where an extent of this store begins in this process's memory. Valid until `close`."""
-        return self.address + extent.offset_bytes
 
     @property
     def drives(self) -> tuple[int, ...]:

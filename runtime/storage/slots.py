@@ -6,7 +6,7 @@ import ctypes
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, zip_longest
+from itertools import accumulate, chain, pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -32,6 +32,7 @@ class Extent:
     a user's file only for reading.
 
     drive: the drive that holds the extent. Extents with the same number share a drive. One of `Store.drives`.
+    address: where it begins in this process's memory until its store is closed; None if it is not there.
     """
 
     file_descriptor: int
@@ -39,6 +40,7 @@ class Extent:
     offset_bytes: int
     length_bytes: int
     drive: int = 0
+    address: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -50,7 +52,6 @@ class Slot:
     content_bytes: size of the block itself. A store of device memory touches no memory beyond it.
     extents: in the order of the block's bytes; their lengths add up to `size_bytes`.
     of, begin_bytes: the slot that this one is a range of, see `slot_range`, and where it begins there. A range is never released.
-    address: where it begins in this process's memory until its store is closed; None if it is not there, or not in one piece.
     file: the user's file that the slot is a range of, which is read only, see [Note: Blocks in files]; None for all others.
     lead_bytes: where the block begins in the slot. The bytes before and after it only fill whole pages.
     """
@@ -61,9 +62,14 @@ class Slot:
     extents: tuple[Extent, ...]
     of: Slot | None = None
     begin_bytes: int = 0
-    address: int | None = None
     file: UserFile | None = None
     lead_bytes: int = 0
+
+    @property
+    def address(self) -> int | None:
+        """Where it begins in this process's memory until its store is closed; None if it is not there, or not in one piece."""
+        apart = any(a.offset_bytes + a.length_bytes != b.offset_bytes for a, b in pairwise(self.extents))
+        return None if apart else self.extents[0].address
 
 
 FilePlace = tuple[int, int, int]  # where bytes lie: file descriptor, offset in bytes, length in bytes
@@ -155,7 +161,8 @@ def _within(extents: Sequence[Extent], begin: int, end: int) -> list[Extent]:
         skipped = max(begin - first, 0)
         length = min(extent.length_bytes, end - first) - skipped
         if length > 0:
-            found.append(replace(extent, offset_bytes=extent.offset_bytes + skipped, length_bytes=length))
+            address = None if extent.address is None else extent.address + skipped
+            found.append(replace(extent, offset_bytes=extent.offset_bytes + skipped, length_bytes=length, address=address))
         first += extent.length_bytes
     return found
 

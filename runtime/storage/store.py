@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -98,8 +99,7 @@ class Store(ABC):
             shares = self._make_room(size, name)
             with _AllOrNothing(self._spaces.values()):
                 extents = tuple(self._take(shares))
-                address = self._spaces[extents[0].file_descriptor].address_of(extents)
-                slot = Slot(name=name, size_bytes=size, content_bytes=size_bytes, extents=extents, address=address)
+                slot = Slot(name=name, size_bytes=size, content_bytes=size_bytes, extents=extents)
                 self._in_use.add(slot)
             self.used_bytes = used
             return slot
@@ -309,7 +309,7 @@ class FreeSpace:
     def __init__(
         self, file_descriptor: int, path: Path, *, drive: int = 0, address: int | None = None, piece_bytes: int | None = None
     ) -> None:
-        self._file, self._path, self._drive = file_descriptor, path, drive
+        self._extent = Extent(file_descriptor=file_descriptor, path=path, offset_bytes=0, length_bytes=0, drive=drive)
         self._address, self._piece_bytes = address, piece_bytes
         self.size_bytes = 0
         self._holes: tuple[_Hole, ...] = ()  # from the lowest offset to the highest
@@ -351,18 +351,10 @@ class FreeSpace:
         found = []
         while length:
             size = length if self._piece_bytes is None else min(length, self._piece_bytes - offset % self._piece_bytes)
-            found.append(
-                Extent(file_descriptor=self._file, path=self._path, offset_bytes=offset, length_bytes=size, drive=self._drive)
-            )
+            address = None if self._address is None else self._address + offset
+            found.append(replace(self._extent, offset_bytes=offset, length_bytes=size, address=address))
             offset, length = offset + size, length - size
         return found
-
-    def address_of(self, extents: Sequence[Extent]) -> int | None:
-        """Return where these extents begin in this process's memory; None if they are not there, or not in one piece."""
-        ends = [extent.offset_bytes + extent.length_bytes for extent in extents]
-        if self._address is None or ends[:-1] != [extent.offset_bytes for extent in extents[1:]]:
-            return None
-        return self._address + extents[0].offset_bytes
 
     def give(self, offset: int, length_bytes: int) -> None:
         """Make a range free, which must be in use. Join it with the holes on both sides."""

@@ -26,7 +26,7 @@ from runtime.cuda import CudaMemory, CudaStreams, StreamMover, computing, cuda_c
 from runtime.device import CpuDevice, Device
 from runtime.execution import MeasuredMemory
 from runtime.paging import CheckedMover, Mover, StorageOwnership, Tier, Tiers
-from runtime.storage import Extent, HostStore, Store
+from runtime.storage import HostStore, Store
 from runtime.system import CudaPinner, pci_address, processors_near
 from runtime.transfer import Engine, LinkRates, OpenEngine, PathCandidate, choose_path, cpu_candidates, open_path
 from teraio.machine.budgets import ResolvedBudgets, resolve_budgets, seen_by_ranks
@@ -411,8 +411,8 @@ def _stream_mover(
     tiers += [drive.tier for drive in drives]
     if not tiers:
         return None
-    address_of, in_reach = (store.address_of, store.pinned) if store is not None else (_no_host_tier, False)
-    mover = StreamMover(streams, Tiers(tiers, ownership=ownership), address_of, in_reach=in_reach, poison=poison)
+    in_reach = store is not None and store.pinned
+    mover = StreamMover(streams, Tiers(tiers, ownership=ownership), in_reach=in_reach, poison=poison)
     undo.callback(mover.close)
     return mover
 
@@ -438,10 +438,6 @@ def _host_tier(streams: CudaStreams, store: HostStore, mover: StreamMover, most_
         moved_bytes=lambda: mover.moved_bytes,
         busy_seconds=lambda: mover.busy_seconds,
     )
-
-
-def _no_host_tier(extent: Extent) -> int:
-    raise planner.StorageError("there is no host tier; this is a bug in teraio, please report it")
 
 
 def _grow_segments(undo: ExitStack) -> None:

@@ -114,7 +114,8 @@ def test_a_slab_of_several_chunks_is_pinned_and_given_back() -> None:
     slot = store.allocate(store.capacity_bytes, "all of it")
     assert store.pinned and len(slot.extents) == 2
     device, streams = GpuBytes(64 * MIB, True), CudaStreams(CUDA)
-    host = store.address_of(slot.extents[1])
+    host = slot.extents[1].address
+    assert host is not None
     streams.copy(OUTWARD, target=host, source=device.address, size_bytes=64 * MIB)
     streams.record(OUTWARD).wait()
     assert ctypes.string_at(host, 64 * MIB) == device.content

@@ -41,7 +41,6 @@ class CudaMachine(Machine):
             budget_blocks=budget_blocks,
             unit=UNIT,
             tiers=[known[name] for name in tiers],
-            host_address=host.address_of,
             lends=True,
         )
         self.found: list[tuple[str, torch.Tensor]] = []

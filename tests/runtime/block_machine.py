@@ -7,7 +7,7 @@ import random
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from runtime.cuda import StreamMover
 from runtime.device import CpuDevice, DeviceMemoryError, Lane, Pieces
 from runtime.paging import Block, CheckedMover, Pager, State, Tier, Tiers
-from runtime.storage import Extent, RangeCopy
+from runtime.storage import RangeCopy
 
 SLICES = 4
 TIERS = [("host",), ("storage",), ("host", "storage")]
@@ -59,7 +59,6 @@ class Machine(ABC):
         budget_blocks: int,
         unit: int,
         tiers: Sequence[Tier],
-        host_address: Callable[[Extent], int],
         debug: bool = False,
         lends: bool = False,
         condition: threading.Condition | None = None,
@@ -69,7 +68,7 @@ class Machine(ABC):
         self.unit = unit
         self.lends = lends
         self.parks = False
-        self.mover = StreamMover(device, Tiers(tiers), host_address, poison=debug)
+        self.mover = StreamMover(device, Tiers(tiers), poison=debug)
         self.checked = CheckedMover(self.mover, self.mover.read) if debug else None
         self.pager = Pager(
             mover=self.checked or self.mover, budget_bytes=budget_blocks * unit, condition=condition, device=Allocator(device)

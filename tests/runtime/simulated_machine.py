@@ -118,7 +118,6 @@ class SimulatedMachine(Machine):
             budget_blocks=budget_blocks,
             unit=unit,
             tiers=[known[name] for name in tiers],
-            host_address=self.slab.address_of,
             debug=debug,
             lends=lends,
             condition=Stepping(lambda: self.drive.finish() or self.device.step()),  # a test may replace `finish`

@@ -24,19 +24,16 @@ class Slab:
         if not self._free:
             raise StorageFullError("full")
         offset = self._free.pop()
-        extent = Extent(file_descriptor=-1, path=Path("slab"), offset_bytes=offset, length_bytes=self._slot_bytes)
+        where = ctypes.addressof(self._memory) + offset
+        extent = Extent(file_descriptor=-1, path=Path("slab"), offset_bytes=offset, length_bytes=self._slot_bytes, address=where)
         self.used_bytes += self._slot_bytes
         return Slot(
             name=name,
             size_bytes=self._slot_bytes,
             content_bytes=size_bytes,
             extents=(extent,),
-            address=self.address_of(extent),
         )
 
     def release(self, slot: Slot) -> None:
         self._free.append(slot.extents[0].offset_bytes)
         self.used_bytes -= self._slot_bytes
-
-    def address_of(self, extent: Extent) -> int:
-        return ctypes.addressof(self._memory) + extent.offset_bytes

@@ -139,7 +139,7 @@ class OnStreams(Rig):
         self.engine = Engine(self.store, threads=2, chunk_bytes=MIB // 2)
         self.device = SimulatedDevice(0, pieces=3, unit=2 * MIB)
         self.tiers = Tiers([Tier(name="storage", store=self.store, engine=self.engine)])
-        mover = StreamMover(self.device, self.tiers, lambda extent: 0, in_reach=False, poison=debug)
+        mover = StreamMover(self.device, self.tiers, in_reach=False, poison=debug)
         self.pager = Pager(
             mover=CheckedMover(mover, mover.read) if debug else mover, budget_bytes=4 * MIB, device=Allocator(self.device)
         )
@@ -486,7 +486,7 @@ def test_what_ends_in_its_file_and_cannot_be_reached_is_saved_and_taken_over_fro
     storage = tensor.untyped_storage()
     after = rig.tiers.ownership.map_left(storage)
     assert after is not None and rig.tiers.ownership.map_left(storage) is after
-    following = StreamMover(rig.device, Tiers([], ownership=rig.tiers.ownership), lambda extent: 0)
+    following = StreamMover(rig.device, Tiers([], ownership=rig.tiers.ownership))
     assert following.span(storage, adopt=True) is not None
     rig.device.synchronise()
     assert data_of(tensor) == bytes_of(before) == bytes_of(after) == rig.content() and rig.unchanged()

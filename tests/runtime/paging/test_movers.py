@@ -145,7 +145,8 @@ class OnStreams:
         if self.tier == "storage":
             self.machine.drive.content[extent.offset_bytes] ^= 1
         else:
-            last = self.machine.slab.address_of(extent) + self.machine.unit - 1
+            assert extent.address is not None
+            last = extent.address + self.machine.unit - 1
             ctypes.memset(last, self.machine.expected[block] ^ 1, 1)
 
     def break_reads(self, monkeypatch: pytest.MonkeyPatch) -> None:
