@@ -59,10 +59,6 @@ class FileSpace(Store):
         """Open the files in another way too, as long as they have names. By default in none."""
 
     @property
-    def drives(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(file.drive for file in self._files.values()))
-
-    @property
     def limit_bytes(self) -> int:
         with self._lock:
             self._check_open()

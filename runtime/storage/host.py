@@ -84,10 +84,6 @@ class HostStore(Store):
         return self._unpin is not None
 
     @property
-    def drives(self) -> tuple[int, ...]:
-        return (0,)
-
-    @property
     def limit_bytes(self) -> int:
         self._check_open()
         return self.capacity_bytes

@@ -57,9 +57,9 @@ class Store(ABC):
         self.used_bytes = 0
 
     @property
-    @abstractmethod
     def drives(self) -> tuple[int, ...]:
         """The drives that extents lie on, each once. A link has a queue for each of them."""
+        return tuple(dict.fromkeys(space.drive for space in self._spaces.values()))
 
     @property
     @abstractmethod
@@ -311,7 +311,7 @@ class FreeSpace:
     ) -> None:
         self._extent = Extent(file_descriptor=file_descriptor, path=path, offset_bytes=0, length_bytes=0, drive=drive)
         self._address, self._piece_bytes = address, piece_bytes
-        self.size_bytes = 0
+        self.drive, self.size_bytes = drive, 0
         self._holes: tuple[_Hole, ...] = ()  # from the lowest offset to the highest
 
     @property

@@ -79,7 +79,7 @@ def test_without_pinning_it_works_on_with_one_warning(caplog: pytest.LogCaptureF
     store.allocate(MIB, "before")
     slot, memory = store.allocate(MIB, "weights"), Memory(MIB, random=True)
     write_slot(store, slot, memory.address)
-    assert ctypes.string_at(slot.extents[0].address, MIB) == memory.content
+    assert slot.address is not None and ctypes.string_at(slot.address, MIB) == memory.content
     store.close()
     assert [call[0] for call in pinner.calls] == ["pin"]
 
