@@ -71,5 +71,5 @@ def host_tier(blocks: int) -> HostStore:
 def idle_pager(store: HostStore) -> tuple[Pager, IdleDevice]:
     """Return a pager without a budget over a host tier and a device on which nothing is done, and that device."""
     device = IdleDevice(LAG_STAGES)
-    mover = StreamMover(device, Tiers([Tier(name="host", store=store, engine=None)]))
+    mover = StreamMover(device, Tiers([Tier(store=store, engine=None)]))
     return Pager(mover=mover, budget_bytes=None, device=device), device

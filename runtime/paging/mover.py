@@ -154,9 +154,12 @@ class NullMover(Mover):
 class Tier:
     """One tier. store: its slots. engine: the I/O threads that copy; None where the device copies by itself."""
 
-    name: WaitingTier
     store: Store
     engine: Engine | None
+
+    @property
+    def name(self) -> WaitingTier:
+        return self.store.tier
 
     def threads(self) -> Engine:
         """Return the engine. Raises StorageError for a tier without one."""

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from planner.errors import StorageError
+from planner.schema import WaitingTier
 from runtime.storage.slots import Chunk, Extent, FilePlace, Slot, align_up
 
 _Hole = tuple[int, int]  # offset and length
@@ -41,12 +42,12 @@ class Store(ABC):
     largest holes instead, so that all of the capacity can be used. It is taken or released completely or not at all, also if
     memory runs out meanwhile.
 
-    tier: the name of the tier, for messages. used_bytes: what slots take.
+    tier: which one it is. used_bytes: what slots take.
     `_spaces`: the free bytes of each file, by its descriptor; the subclass fills it.
     """
 
-    def __init__(self, tier: str) -> None:
-        self._tier = tier
+    def __init__(self, tier: WaitingTier) -> None:
+        self.tier = tier
         self._lock = threading.Lock()
         self._closed = False
         self._spaces: dict[int, FreeSpace] = {}
@@ -228,7 +229,7 @@ class Store(ABC):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StorageError(f"the {self._tier} tier is closed; compile the model again to open a new one")
+            raise StorageError(f"the {self.tier} tier is closed; compile the model again to open a new one")
 
     def _take(self, shares: Sequence[int]) -> list[Extent]:
         """Take from each space its share, or as much in all from where room is. The caller has made room."""

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from statistics import median
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +26,7 @@ _EXIT_SECONDS = 5.0  # how long the exit of the interpreter waits for chunks tha
 class Engine:
     """Copies blocks between memory and the slots of `store`, in both directions at once. Safe from any thread.
 
-    tier: the tier of the store. The links are called "device->storage" and "storage->device", or likewise with "host".
+    The links are called "device->storage" and "storage->device", or likewise with "host".
     memory: the memory that the addresses point to, by default main memory.
     checksums: check that every block is read as it was written, see [Note: What a checksum covers].
     unchanged: do not write what a slot holds already, see [Note: Writes that change nothing].
@@ -45,7 +45,6 @@ class Engine:
         self,
         store: Store,
         *,
-        tier: Literal["storage", "host"] = "storage",
         memory: TorchMemory | None = None,
         checksums: bool = False,
         unchanged: bool = False,
@@ -63,7 +62,6 @@ class Engine:
         self._checksums = Checksums(store.write_chunk, store.read_chunk) if checksums else None
         self.chunk_io: ChunkIO = self._checksums or store
         self._unchanged = UnchangedChunks(self.chunk_io.read_chunk) if unchanged and self._memory.on_host else None
-        self._names = f"device->{tier}", f"{tier}->device"
         self._link = partial(
             Link,
             drives=store.drives,
@@ -154,8 +152,8 @@ class Engine:
 
     def _open_links(self) -> tuple[Link, Link]:
         read_chunk = self.chunk_io.read_chunk if self._unchanged is None else self._unchanged.read_chunk
-        outward, inward = self._names
-        return self._link(outward, self._write_chunk), self._link(inward, read_chunk)
+        tier = self._store.tier
+        return self._link(f"device->{tier}", self._write_chunk), self._link(f"{tier}->device", read_chunk)
 
     def _write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> bool:
         """Write a chunk, unless the slot holds its bytes already. Return whether it was written. Raises FileDiffers where the

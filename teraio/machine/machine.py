@@ -20,7 +20,6 @@ import torch
 import planner
 from planner.errors import StorageFullError, UnsupportedError
 from planner.schema import Tier as AnyTier
-from planner.schema import WaitingTier
 from runtime.cpu import CheckedCpuMover, CpuMemory, CpuMover, system_tells
 from runtime.cuda import CudaMemory, CudaStreams, StreamMover, computing, cuda_candidates, measure_host_links
 from runtime.device import CpuDevice, Device
@@ -77,10 +76,10 @@ class OpenTier:
     busy_seconds: Callable[[], Mapping[str, float]]
 
     @classmethod
-    def with_threads(cls, name: WaitingTier, store: Store, engine: Engine, rates: LinkRates, path: str) -> OpenTier:
+    def with_threads(cls, store: Store, engine: Engine, rates: LinkRates, path: str) -> OpenTier:
         """Return a tier whose blocks are copied by the threads of `engine`."""
         return cls(
-            tier=Tier(name=name, store=store, engine=engine),
+            tier=Tier(store=store, engine=engine),
             rates=rates,
             path=path,
             measure=engine.measure,
@@ -230,7 +229,7 @@ def open_storage(
         shared.storage[key] = path.name, path.rates
     undo.callback(path.store.close)
     undo.callback(path.engine.close)
-    return OpenTier.with_threads("storage", path.store, path.engine, path.rates, path.name)
+    return OpenTier.with_threads(path.store, path.engine, path.rates, path.name)
 
 
 # -- how it is opened
@@ -291,10 +290,10 @@ def open_cpu(options: Options, budgets: ResolvedBudgets, shared: Shared) -> Mach
         if budgets.host is not None:
             pool = HostStore(budgets.host)
             undo.callback(pool.close)
-            engine = Engine(pool, tier="host", threads=_HOST_THREADS, checksums=options.checksums)
+            engine = Engine(pool, threads=_HOST_THREADS, checksums=options.checksums)
             undo.callback(engine.close)
             shared.host = shared.host or engine.measure()
-            tiers.append(OpenTier.with_threads("host", pool, engine, shared.host, "copies by threads"))
+            tiers.append(OpenTier.with_threads(pool, engine, shared.host, "copies by threads"))
         if options.storage:
             candidates = cpu_candidates(options.storage, budget_bytes=budgets.storage)
             open_engine = partial(
@@ -407,7 +406,7 @@ def _stream_mover(
     poison: bool,
 ) -> StreamMover | None:
     """Return the mover over the host tier and the drives; None if there is neither."""
-    tiers = [Tier(name="host", store=store, engine=None)] if store is not None else []
+    tiers = [Tier(store=store, engine=None)] if store is not None else []
     tiers += [drive.tier for drive in drives]
     if not tiers:
         return None
@@ -431,7 +430,7 @@ def _host_tier(streams: CudaStreams, store: HostStore, mover: StreamMover, most_
         return measure_host_links(streams, store, min(max(room, _FEWEST_MEASURED_BYTES), _MEASURED_BYTES))
 
     return OpenTier(
-        tier=Tier(name="host", store=store, engine=None),
+        tier=Tier(store=store, engine=None),
         rates=measure(),
         measure=measure,
         path=f"copies by the GPU, {'pinned' if store.pinned else 'pageable'} memory",

@@ -44,7 +44,7 @@ class Bench:
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     host, streams = HostStore(8 * SIZE, pinner=CudaPinner(DEVICE)), CudaStreams(DEVICE)
-    mover = StreamMover(streams, Tiers([Tier(name="host", store=host, engine=None)]))
+    mover = StreamMover(streams, Tiers([Tier(store=host, engine=None)]))
     try:
         with streams.region():
             pager = Pager(mover=mover, device=streams, budget_bytes=2 * SIZE)

@@ -34,7 +34,7 @@ class CudaMachine(Machine):
     """The machine on a GPU. It reads the results of its kernels at the end, so that the host does not wait before."""
 
     def __init__(self, seed: int, *, budget_blocks: int, tiers: Sequence[str], host: HostStore, files: Tier) -> None:
-        known = {"host": Tier(name="host", store=host, engine=None), "storage": files}
+        known = {"host": Tier(store=host, engine=None), "storage": files}
         super().__init__(
             seed,
             CudaStreams(DEVICE),
@@ -82,7 +82,7 @@ def files(tmp_path: Path) -> Iterator[Tier]:
         undo.callback(store.close)
         engine = Engine(store, memory=TorchMemory(DEVICE))
         undo.callback(engine.close)
-        yield Tier(name="storage", store=store, engine=engine)
+        yield Tier(store=store, engine=engine)
         assert store.used_bytes == 0, "every slot came back"
 
 

@@ -58,8 +58,8 @@ class CpuMachine:
         self.store = stores["storage" if folders else "host"]
         known = {"threads": 2, "chunk_bytes": 256 << 10, "checksums": checksums, "unchanged": unchanged}
         opened = [
-            Tier(name=name, store=each, engine=Engine(each, tier=name, **known))  # type: ignore[arg-type]
-            for name, each in stores.items()
+            Tier(store=each, engine=Engine(each, **known))  # type: ignore[arg-type]
+            for each in stores.values()
         ]
         self.engine = opened[-1].threads()
         checks = checksums or debug

@@ -107,10 +107,10 @@ class SimulatedMachine(Machine):
         crumbles: float = 0.0,
     ) -> None:
         self.drive = SteppedDrive(64 * unit)
-        self.slab, self.files = Slab(64, unit), Slab(64, unit)
+        self.slab, self.files = Slab("host", 64, unit), Slab("storage", 64, unit)
         known = {
-            "host": Tier(name="host", store=self.slab, engine=None),
-            "storage": Tier(name="storage", store=self.files, engine=self.drive),  # type: ignore[arg-type]
+            "host": Tier(store=self.slab, engine=None),
+            "storage": Tier(store=self.files, engine=self.drive),  # type: ignore[arg-type]
         }
         super().__init__(
             seed,

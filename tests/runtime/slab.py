@@ -6,13 +6,15 @@ import ctypes
 from pathlib import Path
 
 from planner.errors import StorageFullError
+from planner.schema import WaitingTier
 from runtime.storage import Extent, Slot
 
 
 class Slab:
     """The part of `Store` that a mover needs if its device copies by itself."""
 
-    def __init__(self, slots: int, slot_bytes: int) -> None:
+    def __init__(self, tier: WaitingTier, slots: int, slot_bytes: int) -> None:
+        self.tier = tier
         self._memory = ctypes.create_string_buffer(slots * slot_bytes)
         self._free = list(range(0, slots * slot_bytes, slot_bytes))
         self._slot_bytes = slot_bytes

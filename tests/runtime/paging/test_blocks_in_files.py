@@ -138,7 +138,7 @@ class OnStreams(Rig):
         self.store = make(self.spill)
         self.engine = Engine(self.store, threads=2, chunk_bytes=MIB // 2)
         self.device = SimulatedDevice(0, pieces=3, unit=2 * MIB)
-        self.tiers = Tiers([Tier(name="storage", store=self.store, engine=self.engine)])
+        self.tiers = Tiers([Tier(store=self.store, engine=self.engine)])
         mover = StreamMover(self.device, self.tiers, in_reach=False, poison=debug)
         self.pager = Pager(
             mover=CheckedMover(mover, mover.read) if debug else mover, budget_bytes=4 * MIB, device=Allocator(self.device)

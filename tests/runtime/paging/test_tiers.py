@@ -29,12 +29,12 @@ def block(name: str = "w") -> Block:
 
 @pytest.fixture
 def stores() -> dict[WaitingTier, Slab]:
-    return {"host": Slab(1, UNIT), "storage": Slab(2, UNIT)}
+    return {"host": Slab("host", 1, UNIT), "storage": Slab("storage", 2, UNIT)}
 
 
 @pytest.fixture
 def tiers(stores: dict[WaitingTier, Slab]) -> Tiers:
-    return Tiers([Tier(name=name, store=store, engine=None) for name, store in stores.items()])
+    return Tiers([Tier(store=store, engine=None) for store in stores.values()])
 
 
 def test_a_block_keeps_its_slot_or_changes_to_the_wanted_tier(tiers: Tiers, stores: dict[WaitingTier, Slab]) -> None:

@@ -42,6 +42,7 @@ def link_over(write: Callable[[Slot, Chunk, int], None], drives: Sequence[int], 
     """Return the outward link of an engine over a store that has no bytes: `write` is called for each chunk."""
 
     class Store:
+        tier = "storage"
         write_chunk = staticmethod(write)
         read_chunk = staticmethod(write)
 

@@ -9,13 +9,14 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
 from planner.errors import ChecksumError, StorageError, StorageFullError, StorageIOError, UnsupportedError
-from runtime.storage import PosixStore, Slot
+from runtime.storage import HostStore, PosixStore, Slot
 from runtime.transfer import Engine, TorchMemory
 
 from ..memory import Memory, break_io, flip_a_bit, read_slot, write_slot
@@ -73,9 +74,12 @@ def test_an_error_while_measuring_leaves_nothing_behind(
 
 
 def test_closing_stops_the_threads_and_links_have_the_tiers_name(store: PosixStore) -> None:
+    with closing(HostStore(MIB)) as host, closing(Engine(host)) as other:
+        assert list(other.links) == ["device->host", "host->device"]
     before = threading.active_count()
-    engine = Engine(store, tier="host")
-    assert list(engine.links) == ["device->host", "host->device"] and engine.links["host->device"] is engine.read_link
+    engine = Engine(store)
+    assert list(engine.links) == ["device->storage", "storage->device"]
+    assert engine.links["storage->device"] is engine.read_link
     assert threading.active_count() == before + 8
     slot = store.allocate(4 * MIB, "weights")
     memory = Memory(4 * MIB)
@@ -83,7 +87,7 @@ def test_closing_stops_the_threads_and_links_have_the_tiers_name(store: PosixSto
     engine.close()
     engine.close()
     assert transfer.done and threading.active_count() == before
-    with pytest.raises(StorageError, match="the link host->device is closed"):
+    with pytest.raises(StorageError, match="the link storage->device is closed"):
         engine.read(slot, memory.address, nothing)
 
 

@@ -131,9 +131,9 @@ class TieredTraining(ManagedTraining):
             self.memory.adopt(parameter.untyped_storage())
         tiers = []
         if host_bytes:
-            tiers.append(self._tier("host", HostStore(host_bytes), checksums))
+            tiers.append(self._tier(HostStore(host_bytes), checksums))
         if folders:
-            tiers.append(self._tier("storage", PosixStore(folders, budget_bytes=None), checksums))
+            tiers.append(self._tier(PosixStore(folders, budget_bytes=None), checksums))
         self.tiers = {tier.name: tier for tier in tiers}
         checks = debug or checksums
         plain = CpuMover(self.memory, Tiers(tiers, mapped=not checks), poison=debug)
@@ -142,11 +142,11 @@ class TieredTraining(ManagedTraining):
         super().__init__(Pager(mover=self.mover, budget_bytes=budget_bytes, device=CpuDevice()), parameters)
         self._last.callback(self.steps.close)
 
-    def _tier(self, name: str, store: Store, checksums: bool) -> Tier:
+    def _tier(self, store: Store, checksums: bool) -> Tier:
         self._last.callback(store.close)
-        engine = Engine(store, tier=name, threads=2, chunk_bytes=64 * KIB, checksums=checksums)  # type: ignore[arg-type]
+        engine = Engine(store, threads=2, chunk_bytes=64 * KIB, checksums=checksums)
         self._last.callback(engine.close)
-        return Tier(name=name, store=store, engine=engine)  # type: ignore[arg-type]
+        return Tier(store=store, engine=engine)
 
     def close(self) -> None:
         """Bring all back and close the tiers. Failures of copies that were told before do not count again."""
