@@ -21,8 +21,8 @@ class RerunClass:
     seconds: float
 
 
-def rerun_classes(problem: Problem, instants: Instants, *, apart: bool, unit_seconds: float) -> tuple[RerunClass, ...]:
-    """Return the groups of the trace; like ones form one class, unless all are kept `apart`. Times are in `unit_seconds`."""
+def rerun_classes(problem: Problem, instants: Instants, *, apart: bool) -> tuple[RerunClass, ...]:
+    """Return the groups of the trace; like ones form one class, unless all are kept `apart`. Times are in the problem's unit."""
     found: dict[tuple[object, ...], list[RecomputeGroup]] = {}
     latest = _latest_places(problem.source)
     for group in problem.source.recompute:
@@ -38,7 +38,7 @@ def rerun_classes(problem: Problem, instants: Instants, *, apart: bool, unit_sec
             RerunClass(
                 groups=tuple(group.id for group in groups),
                 spans=frozenset(instants.like(k) for each in spans for k in each),
-                seconds=per_byte * sum(sizes) / unit_seconds,
+                seconds=per_byte * sum(sizes) / problem.unit_seconds,
             )
         )
     return tuple(classes)

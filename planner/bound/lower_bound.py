@@ -26,7 +26,6 @@ from planner.problem import (
     made_by,
     out_of_time,
     repeats_of,
-    solver_unit,
 )
 
 _INSTANTS = 16
@@ -94,13 +93,13 @@ def more_instants(stages: int) -> tuple[int, ...]:
 
 def _proved_seconds(problem: Problem, max_instants: int, max_whole: int, settings: SolverSettings) -> float:
     """The bound with so many instants. Raises SolverError where the solver fails or does not finish."""
-    unit = solver_unit(problem)
     idle = sum(period.gap for period in problem.periods) * len(problem.routes)
     whole = idle <= max_whole
     instants = Instants.of(problem, max_instants, None if whole else repeats_of(problem.trace))
-    scaled = in_units(problem, unit)
-    updates = host_update_classes(scaled, instants, problem.may_update_on_host, apart=whole, unit_seconds=unit)
-    reruns = rerun_classes(problem, instants, apart=whole, unit_seconds=unit)
+    scaled = in_units(problem)
+    unit = scaled.unit_seconds
+    updates = host_update_classes(scaled, instants, problem.may_update_on_host, apart=whole)
+    reruns = rerun_classes(scaled, instants, apart=whole)
     program = build_bound(
         scaled,
         replace(instants, span_seconds=tuple(seconds / unit for seconds in instants.span_seconds)),

@@ -220,7 +220,7 @@ class GroupClass:
     reads: frozenset[int]
 
 
-def group_classes(problem: Problem, places: RerunPlaces, grid: SegmentGrid, unit_seconds: float) -> list[GroupClass]:
+def group_classes(problem: Problem, places: RerunPlaces, grid: SegmentGrid) -> list[GroupClass]:
     """Put groups together whose stages and places are in the same segments, and that take about as long for their bytes.
 
     Equal layers are one class, as far as they are in the same segments. Groups whose blocks are away for no segment are left out.
@@ -236,7 +236,7 @@ def group_classes(problem: Problem, places: RerunPlaces, grid: SegmentGrid, unit
         GroupClass(
             groups=tuple(group.id for group in groups),
             end=end,
-            seconds=sum(group.duration_seconds for group in groups) / unit_seconds,
+            seconds=sum(group.duration_seconds for group in groups) / problem.unit_seconds,
             room_bytes=max(group.workspace_bytes for group in groups),
             held_bytes=_held(problem, groups, grid, end),
             reads=frozenset(block for group in groups for block in group.reads),

@@ -239,9 +239,9 @@ def solve(
     seconds = time.perf_counter() - began
     if not solved.values:
         raise SolverError(f"HiGHS found no solution in {settings.time_limit_seconds} s; give a longer solver_time_limit")
-    objective = max(solved.objective * model.unit_seconds, 0.0)
+    objective = max(solved.objective * model.problem.unit_seconds, 0.0)
     proved = solved.objective if relaxed else solved.bound
-    bound = None if proved is None else proved * model.unit_seconds
+    bound = None if proved is None else proved * model.problem.unit_seconds
     report = SolverReport(
         name="HiGHS",
         status="optimal" if solved.optimal and not relaxed else "feasible",

@@ -35,7 +35,7 @@ from planner.ilp.model import (
     reruns_in,
 )
 from planner.lp import Program, Terms, TimeRows, add_host_update, host_update_classes, scaled, steps
-from planner.problem import TIE_WEIGHT, Problem, RerunPlaces, Route, in_units, made_by, outward_weight, solver_unit
+from planner.problem import TIE_WEIGHT, Problem, RerunPlaces, Route, in_units, made_by, outward_weight
 from planner.schema import Subgroup
 
 
@@ -66,16 +66,15 @@ def coarse_program(
     apart: keep like subgroups apart; otherwise they are one class, whose h is any share.
     reserve_bytes: of the budget, which stay free for what the model divides and the exact stage cannot.
     """
-    began, unit, program = time.perf_counter(), solver_unit(problem), Program()
+    began, program = time.perf_counter(), Program()
     segments = segments_of(problem, resolution.max_segments)
-    grid, scaled = SegmentGrid(segments), in_units(problem, unit)
-    reruns = [] if places is None else group_classes(problem, places, grid, unit)
+    grid, scaled = SegmentGrid(segments), in_units(problem)
+    reruns = [] if places is None else group_classes(scaled, places, grid)
     model = CoarseModel(
         problem=scaled,
         program=program,
         asked=(resolution, tuple(each.id for each in subgroups), write_weight, apart, decided, places is None, reserve_bytes),
-        unit_seconds=unit,
-        segments=tuple(replace(segment, seconds=segment.seconds / unit) for segment in segments),
+        segments=tuple(replace(segment, seconds=segment.seconds / scaled.unit_seconds) for segment in segments),
         stall=[program.variable(inf) for _ in segments],
         leaving=[program.variable(inf) for _ in segments],
         unplaced=[program.variable(inf) for _ in segments],
@@ -87,7 +86,7 @@ def coarse_program(
     at_peak = resolution.classes_at_peak
     largest = max(problem.budgets.device_bytes * 3 // at_peak, max(problem.live_bytes) // at_peak, 1)
     rerun_of = made_by(problem.source, [each.groups for each in reruns])
-    updates = host_update_classes(scaled, grid, subgroups, apart=apart, unit_seconds=unit, window=resolution.window)
+    updates = host_update_classes(scaled, grid, subgroups, apart=apart, window=resolution.window)
     owners = [update.subgroups for update in updates]
     for block_class in classes_of(problem, grid, owners, largest_bytes=largest, rerun_of=rerun_of):
         for period in block_class.periods:

@@ -68,7 +68,7 @@ class PeriodVariables:
 class CoarseModel:
     """The program, and the variables that a solution is read from. `stall`, `leaving` and `unplaced` are by segment.
 
-    The routes of `problem`, segments and updates count time in `unit_seconds`; the unit of the trace does not matter.
+    The routes of `problem`, segments and updates count time in the problem's unit.
 
     `asked`: what it was built from, besides the problem. `build_seconds`: what building it took.
 
@@ -80,7 +80,6 @@ class CoarseModel:
     problem: Problem
     program: Program
     asked: Hashable
-    unit_seconds: float
     segments: tuple[Segment, ...]
     stall: list[Variable]
     leaving: list[Variable]

@@ -102,25 +102,22 @@ def host_update_classes(
     subgroups: Iterable[Subgroup],
     *,
     apart: bool,
-    unit_seconds: float,
     window: int | None = None,
 ) -> tuple[HostUpdateWindows, ...]:
     """Return the windows of updates on the host. Like subgroups, with equal windows and proportional sizes, are one class.
 
-    A class has one h, the mean of its members' by size. The problem's routes count time in `unit_seconds`, its trace in seconds.
+    A class has one h, the mean of its members' by size. Times are in the problem's unit.
     apart: all are kept apart. window: spans that each copy may choose from; None for all spans in which it could run.
     """
     alike: dict[tuple[object, ...], list[HostUpdateWindows]] = defaultdict(list)
     for subgroup in subgroups:
-        each = _windows(problem, grid, subgroup, unit_seconds=unit_seconds, window=window)
+        each = _windows(problem, grid, subgroup, window)
         key = (subgroup.id,) if apart else (*_update_likeness(each), _pattern(problem, grid, subgroup))
         alike[key].append(each)
     return tuple(_together(members) for members in alike.values())
 
 
-def _windows(
-    problem: Problem, grid: SpanGrid, subgroup: Subgroup, *, unit_seconds: float, window: int | None
-) -> HostUpdateWindows:
+def _windows(problem: Problem, grid: SpanGrid, subgroup: Subgroup, window: int | None) -> HostUpdateWindows:
     """Those of one subgroup's update."""
     trace, start, stages, host = problem.trace, host_start(problem.trace, subgroup), problem.stage_count, problem.route("host")
     begin, user = grid.update_begin(start), next_user_stage(trace, start)
@@ -148,11 +145,11 @@ def _windows(
         return away, max(away + 1, end), away + 1, grid.end_of(block.last_stage) + 1
 
     copies_out = _copies(gradients(trace, subgroup), host.outward, going_out)
-    host_seconds = (subgroup.host_seconds or 0.0) / unit_seconds
+    host_seconds = (subgroup.host_seconds or 0.0) / problem.unit_seconds
     return HostUpdateWindows(
         subgroups=(subgroup.id,),
         span=grid.span_of(subgroup.stage),
-        device_seconds=subgroup.device_seconds / unit_seconds,
+        device_seconds=subgroup.device_seconds / problem.unit_seconds,
         host_seconds=host_seconds,
         held_bytes=total_bytes(states(trace, subgroup)),
         host_bytes=host_bytes(trace, subgroup),

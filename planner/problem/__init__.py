@@ -41,7 +41,6 @@ from planner.problem.problem import (
     SolverSettings,
     in_units,
     outward_weight,
-    solver_unit,
 )
 from planner.problem.recompute import (
     RerunPlaces,

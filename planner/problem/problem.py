@@ -81,7 +81,8 @@ class Problem:
     `host_blocks`: movable blocks of subgroups that update on the host, with their whole size. They have their place in the
     host tier for good, and wait in no other tier. `gradient_leaves`: by block, the stage at whose end a gradient of such a
     subgroup leaves, if that is later than right after its last use; `live_bytes` includes it until then. `border`: the tier
-    of each persistent block when the iteration begins, where that is given: decisions must agree with it.
+    of each persistent block when the iteration begins, where that is given: decisions must agree with it. `unit_seconds`: of
+    `routes` and `shared`, see `in_units`; the trace counts time in seconds.
     """
 
     source: Trace
@@ -96,6 +97,7 @@ class Problem:
     host_blocks: tuple[Block, ...]
     gradient_leaves: dict[int, int] = field(default_factory=dict)
     border: Mapping[int, Tier] | None = None
+    unit_seconds: float = 1.0
 
     @classmethod
     def of(
@@ -246,18 +248,14 @@ def _routes(trace: Trace, budgets: Budgets) -> tuple[Route, ...]:
     return tuple(sorted(routes, key=lambda route: -route.inward.bytes_per_second))
 
 
-def solver_unit(problem: Problem) -> float:
-    """Return the seconds that are one unit of time for solvers, which have absolute tolerances: numbers are near one then."""
-    return problem.trace.ideal_seconds / _UNITS_PER_ITERATION or 1.0
-
-
-def in_units(problem: Problem, unit_seconds: float) -> Problem:
-    """Return the same problem with the rates and latencies of its links per `unit_seconds`. The trace does not change."""
+def in_units(problem: Problem) -> Problem:
+    """Return the same problem with a unit of time for solvers, which have absolute tolerances: numbers are near one then."""
+    unit = problem.trace.ideal_seconds / _UNITS_PER_ITERATION or 1.0
 
     def scaled(link: Link) -> Link:
-        rate, latency = link.bytes_per_second * unit_seconds, link.latency_seconds / unit_seconds
+        rate, latency = link.bytes_per_second * unit, link.latency_seconds / unit
         return link.model_copy(update={"bytes_per_second": rate, "latency_seconds": latency})
 
     routes = tuple(replace(each, outward=scaled(each.outward), inward=scaled(each.inward)) for each in problem.routes)
-    shared = tuple({name: seconds / unit_seconds for name, seconds in limit.items()} for limit in problem.shared)
-    return replace(problem, routes=routes, shared=shared)
+    shared = tuple({name: seconds / unit for name, seconds in limit.items()} for limit in problem.shared)
+    return replace(problem, routes=routes, shared=shared, unit_seconds=unit)

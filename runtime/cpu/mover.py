@@ -32,22 +32,22 @@ class CpuMover(Mover):
 
     def __init__(self, memory: CpuMemory, tiers: Tiers, *, poison: bool = False) -> None:
         self.tiers = tiers
-        self._memory = memory
+        self.memory = memory
         self._poison = poison
         self._arrived: dict[Block, Span] = {}
 
     def span(self, storage: torch.UntypedStorage, *, adopt: bool = False) -> Span | None:
         owners = self.tiers.ownership
         if adopt and not owners.stays(storage):
-            self._memory.adopt(storage)
-        span = self._memory.span(storage)
+            self.memory.adopt(storage)
+        span = self.memory.span(storage)
         left = owners.left_behind(storage)
         if span is not None and left is not None:
             if not adopt:
                 return None
             if left.slot.file is not None:
                 left.slot.file.check(left.slot.name)  # where it is mapped beyond its end, a read would end the process
-            self._memory.bring_in(span)
+            self.memory.bring_in(span)
             owners.taken(storage)
         return span if span is not None and owners.claim(storage, self.tiers) else None
 
@@ -65,7 +65,7 @@ class CpuMover(Mover):
                 f"{slot.name} cannot stay in {slot.extents[0].path}: /proc/self/pagemap of this system does not tell whether "
                 "your code writes to it; load the checkpoint as trained weights, or run where it tells (some containers do not)"
             )
-        storage = self._memory.in_file(slot.extents[0], slot.lead_bytes, slot.content_bytes)
+        storage = self.memory.in_file(slot.extents[0], slot.lead_bytes, slot.content_bytes)
         block = Block(held=storage, name=slot.name, kind="parameter", user_visible=True, span=self.span(storage))
         return block, storage
 
@@ -80,7 +80,7 @@ class CpuMover(Mover):
                 ctypes.memset(span_of(block).address, POISON, block.size_bytes)
             storage_swap.discard(storage_of(block), dropped_message(block))
             return
-        self._memory.map_files(
+        self.memory.map_files(
             span_of(block),
             slot_of(block).extents,
             keep_pages=not block.user_visible,
@@ -92,25 +92,25 @@ class CpuMover(Mover):
         def landed(error: StorageError | None) -> None:
             try:
                 if error is not None:
-                    self._memory.drop_pages(self._arrived.pop(block))
+                    self.memory.drop_pages(self._arrived.pop(block))
             finally:
                 done(error)
 
         self.keep_changes(block)  # user code may have written to it even before `invalidate`
-        self._arrived[block] = area = self._memory.take_pages(span_of(block).length_bytes)
+        self._arrived[block] = area = self.memory.take_pages(span_of(block).length_bytes)
         try:
             if self._poison:
                 ctypes.memset(area.address, POISON, area.length_bytes)
             self.tiers.read(block, area.address, landed)
         except BaseException:
-            self._memory.drop_pages(self._arrived.pop(block))
+            self.memory.drop_pages(self._arrived.pop(block))
             raise
         return False
 
     def install(self, block: Block, fresh: torch.UntypedStorage | None = None) -> None:
         if fresh is None:
             # The pages change places, and the address stays: whoever holds the storage sees the content again.
-            self._memory.install_pages(self._arrived.pop(block), span_of(block))
+            self.memory.install_pages(self._arrived.pop(block), span_of(block))
             return
         storage = storage_of(block)
         storage_swap.install(storage, fresh)
@@ -124,7 +124,7 @@ class CpuMover(Mover):
     def invalidate(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
             self.keep_changes(block)
-            self._memory.forget_cached(span_of(block))
+            self.memory.forget_cached(span_of(block))
 
     def keep_changes(self, block: Block) -> bool:
         """If user code has written to what stands in for a block in its file, give the block a slot with what is there now.
@@ -137,7 +137,7 @@ class CpuMover(Mover):
             return False
         slot.file.check(slot.name)  # where it is mapped beyond its end, a read would end the process
         self.tiers.leave_file(block, span.address)
-        self._memory.map_files(span, slot_of(block).extents, keep_pages=False, shared=self.tiers.mapped)
+        self.memory.map_files(span, slot_of(block).extents, keep_pages=False, shared=self.tiers.mapped)
         return True
 
 
@@ -153,10 +153,9 @@ class CheckedCpuMover(CheckedMover):
     debug: compare whole blocks too, see [Note: Debug mode].
     """
 
-    def __init__(self, mover: CpuMover, memory: CpuMemory, *, debug: bool) -> None:
+    def __init__(self, mover: CpuMover, *, debug: bool) -> None:
         super().__init__(mover, bytes_at, debug=debug)
         self._plain = mover
-        self._memory = memory
         self._damaged: set[Block] = set()
         self._lost: dict[Block, ChecksumError] = {}  # user code has written to a page that had come back different
         self._updates: dict[Block, int] = {}  # of blocks in the host tier: `updates` when the sums of their slot were right
@@ -261,7 +260,7 @@ class CheckedCpuMover(CheckedMover):
         """Read pages of the slot again, and compare them: user code has read them, or has changed them in part."""
         part = slot_range(slot_of(block), pages.offset_bytes, pages.length_bytes)
         chunks = self.tiers.of(block).threads().chunk_io
-        read = self._memory.take_pages(pages.length_bytes)
+        read = self._plain.memory.take_pages(pages.length_bytes)
         try:
             for chunk in cut_slot(part, pages.length_bytes):
                 chunks.read_chunk(part, chunk, read.address)
@@ -272,7 +271,7 @@ class CheckedCpuMover(CheckedMover):
             self.shut(block, error)
             raise
         finally:
-            self._memory.drop_pages(read)
+            self._plain.memory.drop_pages(read)
 
     def _write_touched(self, block: Block, pages: Touched, address: int) -> None:
         part = slot_range(slot_of(block), pages.offset_bytes, pages.length_bytes)

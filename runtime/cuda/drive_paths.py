@@ -92,12 +92,15 @@ class CudaCopier:
 
 
 class CudaMemory(TorchMemory):
-    """The memory of a GPU. load: see `TorchMemory`."""
+    """The memory of a GPU, which computes while a store is measured."""
 
-    def __init__(self, device: torch.device, *, load: Callable[[], AbstractContextManager[None]]) -> None:
-        super().__init__(device, load=load)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self._copier = CudaCopier(device)
         self._own = threading.local()
+
+    def load(self) -> AbstractContextManager[None]:
+        return computing(self._device)
 
     def bytes_at(self, address: int, size_bytes: int) -> bytes:
         """Return a copy of memory that is ready, by a stream and a pinned buffer of the calling thread. Waits for it."""

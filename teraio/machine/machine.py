@@ -21,7 +21,7 @@ import planner
 from planner.errors import StorageFullError, UnsupportedError
 from planner.schema import Tier as AnyTier
 from runtime.cpu import CheckedCpuMover, CpuMemory, CpuMover, system_tells
-from runtime.cuda import CudaMemory, CudaStreams, StreamMover, computing, cuda_candidates, measure_host_links
+from runtime.cuda import CudaMemory, CudaStreams, StreamMover, cuda_candidates, measure_host_links
 from runtime.device import CpuDevice, Device
 from runtime.execution import MeasuredMemory
 from runtime.paging import CheckedMover, Mover, StorageOwnership, Tier, Tiers
@@ -335,7 +335,7 @@ def _cpu_mover(
     tiers = Tiers([each.tier for each in opened], ownership=ownership, mapped=not checks_all)
     undo.callback(tiers.close)
     mover = CpuMover(memory, tiers, poison=options.debug)
-    return CheckedCpuMover(mover, memory, debug=options.debug) if checks else mover
+    return CheckedCpuMover(mover, debug=options.debug) if checks else mover
 
 
 # -- training on a GPU: pinned main memory and drives are the lower tiers
@@ -470,7 +470,7 @@ def _open_storage(options: Options, budgets: ResolvedBudgets, device: torch.devi
     )
 
     def open_engine(store: Store) -> Engine:
-        memory = CudaMemory(device, load=lambda: computing(device))
+        memory = CudaMemory(device)
         return Engine(store, memory=memory, threads=io_threads(options), stuck_after_seconds=options.storage_timeout)
 
     return open_storage(options, candidates, open_engine, str(device), shared, undo)

@@ -65,7 +65,7 @@ class CpuMachine:
         checks = checksums or debug
         self.tiers = Tiers(opened, ownership=self.ownership, mapped=not checks)
         self.plain = CpuMover(self.memory, self.tiers, poison=debug)
-        self.mover = CheckedCpuMover(self.plain, self.memory, debug=debug) if checks else self.plain
+        self.mover = CheckedCpuMover(self.plain, debug=debug) if checks else self.plain
         self.pager = Pager(mover=self.mover, budget_bytes=budget_bytes)
         self.pager.enter_region()
         self.memory.trim(0)

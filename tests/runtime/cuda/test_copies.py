@@ -83,7 +83,7 @@ def test_memory_of_the_device_is_copied_by_a_buffer_of_the_thread(
     log: list[tuple[str, Stream | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CudaCopier, "buffer", lambda copier, size: torch.zeros(size, dtype=torch.uint8))
-    device, of_device = memory(), CudaMemory(torch.device("cuda", 0), load=contextlib.nullcontext)
+    device, of_device = memory(), CudaMemory(torch.device("cuda", 0))
     for size in (4096, 100, SIZE):
         assert of_device.bytes_at(device.data_ptr(), size) == bytes(device[:size].numpy())
 

@@ -137,7 +137,7 @@ class TieredTraining(ManagedTraining):
         self.tiers = {tier.name: tier for tier in tiers}
         checks = debug or checksums
         plain = CpuMover(self.memory, Tiers(tiers, mapped=not checks), poison=debug)
-        self.mover: Mover = CheckedCpuMover(plain, self.memory, debug=debug) if checks else plain
+        self.mover: Mover = CheckedCpuMover(plain, debug=debug) if checks else plain
         self._last.callback(self.mover.tiers.close)
         super().__init__(Pager(mover=self.mover, budget_bytes=budget_bytes, device=CpuDevice()), parameters)
         self._last.callback(self.steps.close)
