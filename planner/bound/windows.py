@@ -229,18 +229,8 @@ def copy_classes(
         update, stage = owner.get(block, (None, None))
         windows = []
         for each in periods:  # in the order of rank, adjacent uses included
-            spans, passes = spans_of(instants.end_of(each.after), instants.start_of(each.before))
-            between = [range(each.after + 1 - turn, each.before + 1 - turn) for turn in (0, stages)]
-            windows.append(
-                CopyWindow(
-                    spans=spans,
-                    passes=passes,
-                    adjacent=not each.gap,
-                    final=each.final,
-                    visited=any(max(p.start, b.start) < min(p.stop, b.stop) for p in visits.get(block, ()) for b in between),
-                    around_update=stage in ((each.after,) if each.final else (each.after, each.before % stages)),
-                )
-            )
+            spans = spans_of(instants.end_of(each.after), instants.start_of(each.before))
+            windows.append(_window(each, stages, *spans, stage, visits.get(block, ())))
         helpful = [number for number, w in enumerate(windows) if any(k in tight for k in w.inside)]
         # The windows of a read_only block are independent of one another.
         runs = [windows[n : n + 1] for n in helpful] if read_only else [windows[: n + 1] for n in helpful[-1:]]
@@ -259,6 +249,22 @@ def copy_classes(
     return tuple(
         replace(each, size_bytes=sum(sizes), smallest_bytes=min(sizes), largest_bytes=max(sizes))
         for each, sizes in groups.items()
+    )
+
+
+def _window(
+    period: InactivePeriod, stages: int, spans: tuple[int, ...], passes: range, update: int | None, visits: Sequence[range]
+) -> CopyWindow:
+    """That of a period, in an iteration of so many `stages`. update: the stage of its block's update, if that may run on the
+    host."""
+    between = [range(period.after + 1 - turn, period.before + 1 - turn) for turn in (0, stages)]
+    return CopyWindow(
+        spans=spans,
+        passes=passes,
+        adjacent=not period.gap,
+        final=period.final,
+        visited=any(max(p.start, b.start) < min(p.stop, b.stop) for p in visits for b in between),
+        around_update=update in ((period.after,) if period.final else (period.after, period.before % stages)),
     )
 
 
