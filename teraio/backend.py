@@ -21,7 +21,7 @@ from runtime.paging import holder_of
 from runtime.torch_names import require_compiler
 from teraio import registry
 from teraio.options import Options, parse_options
-from teraio.stages import inductor_decompositions
+from teraio.stages import device_of, inductor_decompositions
 from teraio.training_run import TrainingRun, one_thread
 
 logger = logging.getLogger("teraio")
@@ -73,7 +73,8 @@ class Backend:
                 # These tell whether a run manages the model. Where it was made under a budget, small ones are no blocks yet.
                 large = [each for each in parameters.values() if each.untyped_storage().nbytes() >= MIN_MOVED_BYTES]
                 telling = large or list(parameters.values())
-                run = registry.REGISTRY.run_for(self.options, _device(example_inputs), telling)
+                device = device_of(value for value in example_inputs if isinstance(value, torch.Tensor))
+                run = registry.REGISTRY.run_for(self.options, device, telling)
                 with run.agreeing():
                     return _compile_for(run, self.options, gm, example_inputs, inputs, parameters)
         except TeraioError as error:
@@ -210,11 +211,6 @@ def _compile_for(
         compiled = compile_fx(gm, example_inputs, inner_compile=cast(Any, compile_graph), decompositions=decompositions)
     run.check(programs, for_larger=larger)
     return cast(Callable[..., Any], compiled)
-
-
-def _device(inputs: Sequence[Any]) -> torch.device:
-    tensors = (value for value in inputs if isinstance(value, torch.Tensor))
-    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 
 
 def _describe_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[tuple[str, Kind]]:

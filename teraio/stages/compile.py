@@ -133,7 +133,8 @@ class StageCompiler:
         if can_cut(gm.graph) is not None:
             operators = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
             return split(gm, dict.fromkeys(operators, 0), fuses=self._fuses)
-        device, fuses, most = _device(gm.graph), self._fuses, self._most_bytes
+        fuses, most = self._fuses, self._most_bytes
+        device = ops.device_of(tensor for node in gm.graph.nodes for tensor in ops.fake_tensors(node.meta.get("val")))
         policy = self._policy or (CutPolicy() if device.type == "cpu" else GPU_POLICY)
         speed = self._speed_of(device)
         self._tile(gm.graph, name, speed)
@@ -161,11 +162,6 @@ class StageCompiler:
             # The module keeps its constants alive: their identity is part of the key.
             self._compiled[key] = function, subgraph.module
         return self._compiled[key][0]
-
-
-def _device(graph: Graph) -> torch.device:
-    tensors = (tensor for node in graph.nodes for tensor in ops.fake_tensors(node.meta.get("val")))
-    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 
 
 def _report_strides(gm: GraphModule) -> None:

@@ -66,6 +66,11 @@ def tensors_at(node: Node) -> Iterator[torch.Tensor]:
     return fake_tensors([*(source.meta.get("val") for source in node.all_input_nodes), node.meta.get("val")])
 
 
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Return the device on which some tensors are worked on: that of the first one that is not on the CPU, else the CPU."""
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+
+
 def precision(tensors: Iterable[torch.Tensor]) -> torch.dtype:
     """Return the type of the first of some tensors with floating-point numbers; float32 if there is none."""
     return next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), torch.float32)
