@@ -47,14 +47,22 @@ class Training:
     progress: list[tuple[teraio.Status, ...]] = field(default_factory=list)
     states_moved: set[str] = field(default_factory=set)
 
-    def run(self, batches: Iterable[Batch], step: Callable[[Batch, int], None], *, planned: bool = False) -> None:
-        """Call `step(batch, index)` for each batch. planned: wait after each step for the plan that is being made, if any."""
+    def run(self, batches: Iterable[Batch], step: Callable[[Batch, int], None] | None = None, *, planned: bool = False) -> None:
+        """Call `step(batch, index)` for each batch, by default `mean_square_step`.
+
+        planned: wait after each step for the plan that is being made, if any.
+        """
         for index, batch in enumerate(batches):
-            step(batch, index)
+            (step or self.mean_square_step)(batch, index)
             if planned:
                 require(teraio.wait_for_plan(PLAN_SECONDS), f"no plan within {PLAN_SECONDS} s")
             self.progress.append(teraio.status())
             self.states_moved |= states_away()
+
+    def mean_square_step(self, batch: Tensor, index: int = 0) -> None:
+        """Bring the output towards zero."""
+        self.model(batch).square().mean().backward()
+        self.update()
 
     def update(self) -> None:
         """Step with every optimizer, and zero the gradients."""
@@ -138,12 +146,6 @@ def weights_of_1_mib(
 def random_rows(steps: int) -> Iterable[Tensor]:
     """For each step a batch [16, 512]."""
     return (torch.randn(16, 512) for _ in range(steps))
-
-
-def mean_square_step(training: Training, batch: Tensor, index: int = 0) -> None:
-    """Bring the output towards zero."""
-    training.model(batch).square().mean().backward()
-    training.update()
 
 
 def forget() -> None:

@@ -6,22 +6,50 @@ import ctypes
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from planner.errors import StorageFullError
+from planner.schema import WaitingTier
 from runtime.device import Lane
 from runtime.paging import Block, Tier
-from runtime.storage import Slot
+from runtime.storage import Extent, Slot
 from runtime.transfer import Ready
 
 from .block_machine import Machine
 from .memory_mover import Stepping
 from .simulated_device import SimulatedDevice
-from .slab import Slab
 
 UNIT = 64
 """Bytes of a block, unless told otherwise."""
+
+
+class Slab:
+    """A store in ordinary memory, as far as a mover needs it, with slots of one size. What was freed last is used first."""
+
+    def __init__(self, tier: WaitingTier, slots: int, slot_bytes: int) -> None:
+        self.tier = tier
+        self._memory = ctypes.create_string_buffer(slots * slot_bytes)
+        self._free = list(range(0, slots * slot_bytes, slot_bytes))
+        self._slot_bytes = slot_bytes
+        self.limit_bytes = slots * slot_bytes
+        self.used_bytes = 0
+
+    def allocate(self, size_bytes: int, name: str) -> Slot:
+        assert size_bytes <= self._slot_bytes
+        if not self._free:
+            raise StorageFullError("full")
+        offset = self._free.pop()
+        where = ctypes.addressof(self._memory) + offset
+        extent = Extent(file_descriptor=-1, path=Path("slab"), offset_bytes=offset, length_bytes=self._slot_bytes, address=where)
+        self.used_bytes += self._slot_bytes
+        return Slot(name=name, extents=(extent,), size_bytes=self._slot_bytes, content_bytes=size_bytes)
+
+    def release(self, slot: Slot) -> None:
+        self._free.append(slot.extents[0].offset_bytes)
+        self.used_bytes -= self._slot_bytes
 
 
 class SteppedTransfer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 from collections import Counter
@@ -17,7 +16,7 @@ import teraio
 from runtime.execution import StageRun
 from runtime.paging import Block, State
 
-from ..training import MIB, Training, compiled, mean_square_step, pagers, random_rows, unequal, weights_of_1_mib
+from ..training import MIB, Training, compiled, pagers, random_rows, unequal, weights_of_1_mib
 
 pytestmark = pytest.mark.usefixtures("finely_cut", "quick_links")
 
@@ -32,7 +31,7 @@ def trained(folder: Path | None, how: str = "on drives", **more: object) -> Trai
     torch.manual_seed(0)
     options = None if folder is None else {"memory_budget": BUDGET, "storage": folder, **TIERS[how], **more}
     training = weights_of_1_mib(options, count=WEIGHTS, momentum=0.9)
-    training.run(random_rows(4), functools.partial(mean_square_step, training))
+    training.run(random_rows(4))
     return training
 
 
@@ -104,7 +103,7 @@ def test_the_next_run_takes_over_under_the_same_budget(tmp_path: Path, how: str,
     before = files().keys()
     plain = trained(None)
     torch.manual_seed(5)
-    plain.run(random_rows(4), functools.partial(mean_square_step, plain))
+    plain.run(random_rows(4))
     expected = list(plain.finish().values())
 
     training = trained(tmp_path, how)
@@ -114,7 +113,7 @@ def test_the_next_run_takes_over_under_the_same_budget(tmp_path: Path, how: str,
     options = {"memory_budget": BUDGET, "storage": tmp_path, **TIERS[how], "replan": again == "after reset"}
     training.model = compiled(training.module, options)
     torch.manual_seed(5)
-    training.run(random_rows(4), functools.partial(mean_square_step, training))
+    training.run(random_rows(4))
     (pager,) = pagers()
     assert pager.account.peak_bytes <= BUDGET
     moved = [block for block in pager.blocks if block.kind == "parameter"]
@@ -130,7 +129,7 @@ def test_a_tensor_that_no_run_takes_over_is_left_alone(tmp_path: Path) -> None:
     torch._dynamo.reset()
     kept = [weight.detach().clone() for weight in weights(training)]
     other = weights_of_1_mib({"memory_budget": BUDGET, "storage": tmp_path}, count=WEIGHTS // 2)
-    other.run(random_rows(2), functools.partial(mean_square_step, other))
+    other.run(random_rows(2))
     teraio.reset()
     assert not unequal(weights(training), kept)
 
@@ -154,7 +153,7 @@ def kept() -> Counter[type]:
 
 def test_evaluations_between_two_steps_keep_nothing(tmp_path: Path) -> None:
     training = weights_of_1_mib({"memory_budget": 4 * MIB, "storage": tmp_path}, count=6)
-    training.run(random_rows(1), functools.partial(mean_square_step, training))
+    training.run(random_rows(1))
     evaluate(training, passes=70)
     before = kept()
     evaluate(training, passes=40)

@@ -15,7 +15,7 @@ from runtime.cpu import CpuMemory
 from runtime.paging import State
 from runtime.paging.stage_memory import HELD, NO_ROOM, TOO_SMALL
 
-from ..training import MIB, Training, mean_square_step, pagers, random_rows, unequal, weights_of_1_mib
+from ..training import MIB, Training, pagers, random_rows, unequal, weights_of_1_mib
 from .virtual import BLOCK_BYTES, IN, STAGES, VirtualTraining
 
 pytestmark = pytest.mark.usefixtures("finely_cut", "quick_links")
@@ -69,7 +69,7 @@ def trained(folder: Path, how: str, step: Callable[[Training, Tensor, int], None
 @pytest.fixture(scope="module")
 def never_parked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensor, ...]:
     """The weights of a training without plan and parking: nobody changes them."""
-    phase, weights = trained(tmp_path_factory.mktemp("never parked"), "fits", mean_square_step)
+    phase, weights = trained(tmp_path_factory.mktemp("never parked"), "fits", Training.mean_square_step)
     assert phase == "fits"
     return tuple(weights)
 
@@ -83,7 +83,7 @@ def test_bits_are_those_of_a_training_that_never_parks(tmp_path: Path, how: str,
 
 def test_training_goes_on_by_the_same_plan_also_after_evaluations(tmp_path: Path) -> None:
     training = training_in(tmp_path, "on drives")
-    training.run(random_rows(8), functools.partial(mean_square_step, training), planned=True)
+    training.run(random_rows(8), planned=True)
     before = training.progress[-1][0]
     assert before.phase == "planned"
     for passes in range(3):
@@ -92,7 +92,7 @@ def test_training_goes_on_by_the_same_plan_also_after_evaluations(tmp_path: Path
         with torch.no_grad():
             for _ in range(passes):
                 training.model(torch.ones(16, 512))
-        training.run(random_rows(2), functools.partial(mean_square_step, training))
+        training.run(random_rows(2))
     after = training.progress[-1][0]
     assert (after.phase, after.replans) == ("planned", before.replans)
     assert after.predicted_iteration_seconds == before.predicted_iteration_seconds
@@ -101,7 +101,7 @@ def test_training_goes_on_by_the_same_plan_also_after_evaluations(tmp_path: Path
 
 def test_what_user_code_holds_stays_and_is_named(tmp_path: Path) -> None:
     training = training_in(tmp_path, "on drives")
-    training.run(random_rows(1), functools.partial(mean_square_step, training))
+    training.run(random_rows(1))
     own = torch.zeros(3 * MIB, dtype=torch.uint8)
     with teraio.on_device([training.module[0].weight]):  # type: ignore[index]
         parked = teraio.park()
@@ -112,7 +112,7 @@ def test_what_user_code_holds_stays_and_is_named(tmp_path: Path) -> None:
 
 def test_without_a_lower_tier_everything_stays() -> None:
     training = weights_of_1_mib({}, count=8)
-    training.run(random_rows(1), functools.partial(mean_square_step, training))
+    training.run(random_rows(1))
     parked = teraio.park()
     assert parked.left_bytes == 0 and parked.staying_bytes[NO_ROOM] >= 8 * MIB
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from examples.memory import resident_bytes, watched
 
-from ..training import MIB, Training, begin, mean_square_step, pagers, unequal
+from ..training import MIB, Training, begin, pagers, unequal
 
 WEIGHT = 8 * MIB
 NOISE = 4 * MIB
@@ -89,7 +88,7 @@ def test_main_memory_grows_by_one_tensor_at_most(save: Callable[[Training, Path]
     spill.mkdir()
     folder.mkdir()
     training = training_in(spill, how)
-    training.run(rows(2), functools.partial(mean_square_step, training))
+    training.run(rows(2))
     (pager,) = pagers()
     assert pager.closing.away_bytes() >= 96 * MIB
     with growing_by_one_tensor():
@@ -101,10 +100,10 @@ def test_main_memory_grows_by_one_tensor_at_most(save: Callable[[Training, Path]
 
 def test_a_checkpoint_is_loaded_where_its_tensors_wait(tmp_path: Path) -> None:
     training = training_in(tmp_path, "on drives")
-    training.run(rows(2), functools.partial(mean_square_step, training))
+    training.run(rows(2))
     torch.save(training.module.state_dict(), tmp_path / "model.pt")
     expected = {name: value.clone() for name, value in training.module.state_dict().items()}
-    training.run(rows(1), functools.partial(mean_square_step, training))
+    training.run(rows(1))
     loaded = torch.load(tmp_path / "model.pt", mmap=True)
     with growing_by_one_tensor():
         training.module.load_state_dict(loaded)

@@ -14,13 +14,13 @@ from torch.profiler import ProfilerActivity, profile
 
 import teraio
 
-from ..training import MIB, Training, mean_square_step, random_rows, weights_of_1_mib
+from ..training import MIB, Training, random_rows, weights_of_1_mib
 
 STEPS = 4
 
 
 def stepping(training: Training) -> Callable[..., None]:
-    return lambda batch=None, index=0: mean_square_step(training, torch.randn(16, 512) if batch is None else batch)
+    return lambda batch=None, index=0: training.mean_square_step(torch.randn(16, 512) if batch is None else batch)
 
 
 Watch = Callable[[Callable[[teraio.IterationStats], object]], None]

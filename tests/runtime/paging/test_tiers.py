@@ -17,7 +17,7 @@ from runtime.device import Span
 from runtime.paging import Block, State, Tier, Tiers
 
 from ..cpu_machine import MIB, CpuMachine
-from ..slab import Slab
+from ..simulated_machine import Slab
 
 UNIT = 64
 

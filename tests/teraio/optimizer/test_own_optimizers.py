@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import teraio
 from teraio.registry import REGISTRY, STEPS
 
-from ...training import MIB, begin, compiled, mean_square_step, unequal
+from ...training import MIB, begin, compiled, unequal
 from ..parity.harness import compiled_input_needs_grad
 
 
@@ -137,7 +137,7 @@ def test_steps_have_the_same_bits_within_the_budget(
             teraio.manage_optimizer(training.optimizers[0], independent=independent)
         for number in range(5):
             inputs = torch.randn(16, width, generator=torch.Generator().manual_seed(number)).to(dtype)
-            training.run([inputs], lambda batch, _: mean_square_step(training, batch), planned=True)
+            training.run([inputs], planned=True)
             for status in training.progress[-1]:
                 assert status.device_peak_bytes <= budget
         states = training.optimizers[0].state_dict()["state"]

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import teraio
 from runtime.storage import file_space
 
-from ...training import MIB, Training, begin, compiled, forget, mean_square_step, spill_files, unequal
+from ...training import MIB, Training, begin, compiled, forget, spill_files, unequal
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick")
 
@@ -55,7 +55,7 @@ def batch(number: int) -> Tensor:
 
 def train(training: Training, first: int, last: int) -> None:
     for number in range(first, last):
-        mean_square_step(training, batch(number))
+        training.mean_square_step(batch(number))
 
 
 def values(training: Training) -> list[Tensor]:
@@ -238,7 +238,7 @@ def test_a_step_hook_that_raises(options: dict[str, Any], when: str) -> None:
             optimizer = training.optimizers[0]
             handle = getattr(optimizer, f"register_step_{when}_hook")(hook) if number == 2 else None
             with pytest.raises(Fault) if handle is not None else contextlib.nullcontext():
-                mean_square_step(training, batch(number))
+                training.mean_square_step(batch(number))
             if handle is not None:
                 handle.remove()
                 optimizer.zero_grad()
@@ -285,7 +285,7 @@ def test_forked_children(options: dict[str, Any], tmp_path: Path) -> None:
     data = TensorDataset(torch.stack([batch(number) for number in range(2, 6)]))
     for (rows,) in DataLoader(data, batch_size=None, num_workers=2):
         assert spill_files(tmp_path)
-        mean_square_step(training, rows)
+        training.mean_square_step(rows)
     read, write = os.pipe()
     child = os.fork()
     if not child:

@@ -25,7 +25,7 @@ from teraio.optimizer.subgroup_steps import GradientVersions
 
 from ...line_tracing import ROOT, Place, can_run_out_of_memory, places_in, tracing
 from ...thoroughness import by_profile, every_other
-from ...training import MIB, Training, begin, forget, mean_square_step, pagers, require, unequal
+from ...training import MIB, Training, begin, forget, pagers, require, unequal
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick", "few_slices")
 WATCHED = (
@@ -99,8 +99,8 @@ class ShadowedTraining:
     def step(self) -> None:
         """One iteration. Raises AssertionError if a value differs from the shadow's."""
         batch = torch.randn(16, 512, generator=self._rows)
-        mean_square_step(self._training, batch)
-        mean_square_step(self._shadow, batch)
+        self._training.mean_square_step(batch)
+        self._shadow.mean_square_step(batch)
         wrong = unequal(_tensors(self._training), _tensors(self._shadow))
         require(not wrong, f"tensors {wrong} differ from those of the training without teraio")
 
@@ -111,9 +111,9 @@ class ShadowedTraining:
         """
         batch = torch.randn(16, 512, generator=self._rows)
         before = [tensor.clone() for tensor in _tensors(self._shadow)]
-        mean_square_step(self._shadow, batch)
+        self._shadow.mean_square_step(batch)
         with no_hang():
-            hit = step(lambda: mean_square_step(self._training, batch))
+            hit = step(lambda: self._training.mean_square_step(batch))
             self._training.optimizers[0].zero_grad()
             found, after = _tensors(self._training), _tensors(self._shadow)
             require(len(found) == len(after), f"{len(found)} parameters and states, {len(after)} expected")

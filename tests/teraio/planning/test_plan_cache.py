@@ -27,7 +27,7 @@ from teraio.planning import PlanCache, plan_cache, save
 from teraio.planning.plan_cache import refit
 from teraio.registry import REGISTRY
 
-from ...training import MIB, Training, mean_square_step, random_rows, unequal, weights_of_1_mib
+from ...training import MIB, Training, random_rows, unequal, weights_of_1_mib
 from ..in_process import InstantJob
 from ..traces import CHAIN
 
@@ -225,7 +225,7 @@ def start(options: dict[str, Any] | None) -> tuple[list[str], list[torch.Tensor]
     """Train from the beginning. Returns the phase after each step, and the weights at the end."""
     training = weights_of_1_mib(options, count=4, kind=torch.optim.AdamW, lr=0.01)
     torch.manual_seed(1)
-    training.run(random_rows(4), lambda batch, index: mean_square_step(training, batch), planned=True)
+    training.run(random_rows(4), planned=True)
     phases = [status.phase for (status,) in training.progress] if options is not None else []
     return phases, list(training.finish().values()), training
 
@@ -287,7 +287,7 @@ def test_as_long_as_a_plan_is_followed_the_collector_passes_over_what_training_h
     held: dict[str, list[bool]] = {}
 
     def step(batch: Tensor, index: int) -> None:
-        mean_square_step(training, batch)
+        training.mean_square_step(batch)
         held.setdefault(teraio.status()[-1].phase, []).append(frozen())
 
     training.run(random_rows(8), step, planned=True)

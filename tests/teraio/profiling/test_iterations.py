@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from collections.abc import Iterable
@@ -21,7 +20,7 @@ from runtime.execution import StageRun
 from teraio.profiling import Iteration, IterationBorder, Region, profiler
 from teraio.watching import PeakWatch
 
-from ...training import MIB, Training, begin, mean_square_step, unequal
+from ...training import MIB, Training, begin, unequal
 
 
 def weight() -> nn.Parameter:
@@ -183,7 +182,7 @@ def rows_of(count: int) -> Tensor:
 def test_a_batch_that_is_larger_than_all_that_fitted_keeps_the_budget(tmp_path: Path) -> None:
     """After a reset it runs without one."""
     training = begin_small({"storage": tmp_path, "profile_iterations": 1}, dynamic=True)
-    training.run(map(rows_of, (64, 64, 64, 64, 32, 1024, 1024)), functools.partial(mean_square_step, training))
+    training.run(map(rows_of, (64, 64, 64, 64, 32, 1024, 1024)))
     statuses = [status for (status,) in training.progress]
     assert all(0 < status.device_peak_bytes <= BUDGET_BYTES for status in statuses)
     phases = [status.phase for status in statuses]
@@ -271,7 +270,7 @@ def test_a_second_start_follows_the_plan_of_the_first_one_whatever_its_first_siz
     phases = []
     for sizes in ((1024, 512, 960, 704, 832, 640), (320, 1024, 64, 1000)):
         training = begin_small(options)
-        training.run(map(promised, sizes), functools.partial(mean_square_step, training), planned=True)
+        training.run(map(promised, sizes), planned=True)
         assert all(status.device_peak_bytes <= BUDGET_BYTES for (status,) in training.progress)
         phases.append([status.phase for (status,) in training.progress])
         training.finish()

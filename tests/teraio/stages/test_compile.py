@@ -21,7 +21,7 @@ from runtime.execution import Program, Stage, StageFunction, WorkspaceMeter, run
 from teraio import graph_needs
 from teraio.stages import CutPolicy, StageCompiler, codegen, cut, eager_codegen
 
-from ...training import begin, mean_square_step, unequal
+from ...training import begin, unequal
 from .graphs import (
     FINE,
     HEAVY,
@@ -277,7 +277,7 @@ def start(backend: str = "teraio") -> tuple[Counter[str], list[torch.Tensor]]:
     )
     if backend != "teraio":
         training.model = torch.compile(training.module, backend=backend)
-    mean_square_step(training, torch.ones(4, 16))
+    training.mean_square_step(torch.ones(4, 16))
     values = list(training.finish().values())
     return Counter(counters["inductor"]), values
 
