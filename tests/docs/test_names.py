@@ -36,12 +36,7 @@ from .pages import DOCS, PAGES, README, ROOT, TRACES, Page, each_page
 
 TOP_LEVEL = ("planner", "runtime", "teraio", "tests", "traces", "benchmarks", "examples", "docs", "tools")
 MADE_LATER = {"benchmarks/out"}
-FOREIGN = {
-    "DataCollatorWithFlattening",
-    "DistributedDataParallel",
-    "GradScaler",
-    "ZeroRedundancyOptimizer",
-}
+FOREIGN = {"DataCollatorWithFlattening", "DistributedDataParallel", "GradScaler", "ZeroRedundancyOptimizer"}
 FORMATS = {"teraio.trace", "teraio.plan", "teraio.kept_plan"}
 
 

@@ -67,9 +67,7 @@ def sync_debug_mode() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("sync_debug_mode")
-def test_the_host_waits_for_nothing_when_a_plan_moves_blocks_to_the_host_tier(
-    budgets: dict[str, int],
-) -> None:
+def test_the_host_waits_for_nothing_when_a_plan_moves_blocks_to_the_host_tier(budgets: dict[str, int]) -> None:
     checked = SyncChecked(STEPS - 3)
     batches = [torch.randint(0, GPU_SCALE.width, (GPU_SCALE.rows,), device=DEVICE) for _ in range(STEPS)]
     there = [[batch] for batch in batches]  # others are copied to the device, which waits

@@ -113,9 +113,7 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.usefixtures("may_update_on_the_host")
 @pytest.mark.parametrize(
-    ("make_optimizers", "dtype"),
-    [(adam, torch.float32), (adam_over_masters, torch.bfloat16)],
-    ids=["fp32", "bf16 with masters"],
+    ("make_optimizers", "dtype"), [(adam, torch.float32), (adam_over_masters, torch.bfloat16)], ids=["fp32", "bf16 with masters"]
 )
 def test_updates_on_the_host_agree_to_rounding(
     tmp_path: Path, updates: list[int], make_optimizers: Any, dtype: torch.dtype

@@ -115,10 +115,7 @@ def sft(strategy: str | None) -> Callable[[Options, Path], Result]:
             **OF_TRL,
         )
         trainer = SFTTrainer(
-            model=model,
-            args=arguments,
-            train_dataset=Dataset.from_dict({"input_ids": rows}),
-            processing_class=words(),
+            model=model, args=arguments, train_dataset=Dataset.from_dict({"input_ids": rows}), processing_class=words()
         )
         return trained_by(trainer, model)
 

@@ -239,11 +239,7 @@ class Bench:
         self.device = Trimmed()
         self.condition = Stepping(self.finish_one)
         self.pager = Pager(
-            mover=self.mover,
-            device=self.device,
-            budget_bytes=budget_bytes,
-            busy_seconds=busy_seconds,
-            condition=self.condition,
+            mover=self.mover, device=self.device, budget_bytes=budget_bytes, busy_seconds=busy_seconds, condition=self.condition
         )
         self.order = random.Random(seed) if seed is not None else None
         self.tensors: dict[str, torch.Tensor] = {}

@@ -195,10 +195,7 @@ PLANNED = 5
 """So many steps are enough to come to the phase planned."""
 
 
-@pytest.mark.parametrize(
-    ("compiled", "before", "after", "steps"),
-    [(in_place, 10, 7, PLANNED), (as_another_object, 7, 100, 3)],
-)
+@pytest.mark.parametrize(("compiled", "before", "after", "steps"), [(in_place, 10, 7, PLANNED), (as_another_object, 7, 100, 3)])
 def test_the_new_budget_holds_and_the_bits_are_the_same(
     compiled: Callable[..., Any], before: int, after: int, steps: int, tmp_path: Path
 ) -> None:

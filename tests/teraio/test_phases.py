@@ -18,16 +18,7 @@ from runtime.execution import StageRun
 from teraio import phases
 from teraio.machine import ResolvedBudgets
 from teraio.options import parse_options
-from teraio.phases import (
-    DemandPhase,
-    Findings,
-    FitsPhase,
-    Phase,
-    PlannedPhase,
-    PlanningPhase,
-    ProfilePhase,
-    RunContext,
-)
+from teraio.phases import DemandPhase, Findings, FitsPhase, Phase, PlannedPhase, PlanningPhase, ProfilePhase, RunContext
 from teraio.planning import BackgroundPlanner
 from teraio.profiling import Iteration, IterationBorder
 from teraio.watching import PeakWatch

@@ -17,18 +17,7 @@ import teraio
 from planner.errors import StorageIOError
 from runtime.paging import State
 
-from ..training import (
-    MIB,
-    Training,
-    begin,
-    blocks,
-    forget,
-    known_blocks,
-    pagers,
-    random_rows,
-    unequal,
-    weights_of_1_mib,
-)
+from ..training import MIB, Training, begin, blocks, forget, known_blocks, pagers, random_rows, unequal, weights_of_1_mib
 
 pytestmark = pytest.mark.usefixtures("finely_cut", "quick_links")
 

@@ -18,20 +18,7 @@ from planner.schema import Stage
 from ...thoroughness import by_profile
 from .. import exhaustive
 from ..strategies import problems
-from ..traces import (
-    IN,
-    OUT,
-    block,
-    by_hand,
-    hardware,
-    layers,
-    links,
-    microbatches,
-    staged,
-    subgroup,
-    trace,
-    trained,
-)
+from ..traces import IN, OUT, block, by_hand, hardware, layers, links, microbatches, staged, subgroup, trace, trained
 
 SAME = 1 + 1e-9
 NOTHING_WHOLE, USUAL = -1, 32

@@ -8,18 +8,7 @@ from typing import Any
 import highspy
 import pytest
 
-from planner import (
-    BudgetError,
-    Budgets,
-    InfeasiblePlanError,
-    Move,
-    Plan,
-    Trace,
-    UnsupportedError,
-    floor,
-    plan,
-    simulate,
-)
+from planner import BudgetError, Budgets, InfeasiblePlanError, Move, Plan, Trace, UnsupportedError, floor, plan, simulate
 from planner.policies import HEURISTICS
 from planner.problem import live_bytes, without_collections
 

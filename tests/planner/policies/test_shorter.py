@@ -8,18 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from planner import (
-    Budgets,
-    OptionsError,
-    Plan,
-    PlanError,
-    TeraioError,
-    Trace,
-    plan,
-    recomputed,
-    simulate,
-    with_shorter,
-)
+from planner import Budgets, OptionsError, Plan, PlanError, TeraioError, Trace, plan, recomputed, simulate, with_shorter
 from planner.schema import Work
 
 from ..strategies import problems

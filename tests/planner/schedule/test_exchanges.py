@@ -32,11 +32,7 @@ def exchanged(problem: Problem, decisions: Decisions, breadth: Breadth = BROAD) 
 
 def test_a_small_block_leaves_instead_of_a_large_one_where_little_is_missing() -> None:
     """Stage 2 lacks 2 bytes. The program takes 1 s for that; the block of 10 bytes takes 5 s out, the one of 5 bytes 2.5 s."""
-    blocks = [
-        block(10, [0], [1, 3]),
-        block(10, [1], [2], dies_after=3),
-        block(5, [1], [3]),
-    ]
+    blocks = [block(10, [0], [1, 3]), block(10, [1], [2], dies_after=3), block(5, [1], [3])]
     given_trace = trace(staged("ffff", [2.0, 1.0, 2.0, 2.0], {2: 5}), blocks, links({OUT: 2.0, IN: 10.0}))
     problem = Problem.of(given_trace, Budgets(device_bytes=28))
     assert [period.block for period in problem.periods] == [0, 1, 2]

@@ -143,9 +143,7 @@ def check(made: Trace, timeline: Timeline) -> int:
 
 
 @pytest.mark.parametrize(
-    "cases",
-    [problems(most_stages=20, most_blocks=20), training_problems(most_layers=6)],
-    ids=["copies", "updates"],
+    "cases", [problems(most_stages=20, most_blocks=20), training_problems(most_layers=6)], ids=["copies", "updates"]
 )
 @given(data=st.data())
 def test_nothing_that_user_code_can_reach_is_under_way_in_it(cases: Any, data: st.DataObject) -> None:

@@ -222,8 +222,7 @@ def test_a_block_dies_in_every_state(state: State) -> None:
 
 @pytest.mark.parametrize("way", ["out", "in"])
 @pytest.mark.parametrize(
-    ("moment", "error"),
-    [("begins", StorageFullError("the drive is full")), ("begins", MemoryError()), ("ends", io_error())],
+    ("moment", "error"), [("begins", StorageFullError("the drive is full")), ("begins", MemoryError()), ("ends", io_error())]
 )
 def test_an_error_of_a_copy_reaches_the_stage_that_waits_and_leaves_all_as_it_was(
     way: str, moment: str, error: Exception

@@ -21,13 +21,7 @@ def slot(name: str, size_bytes: int = 4096, extents: int = 1, drives: tuple[int,
     """Make a slot without a file. drives: its extents lie on them in turns."""
     length = size_bytes // extents
     parts = tuple(
-        Extent(
-            file_descriptor=-1,
-            path=Path(f"/nowhere/{n}"),
-            offset_bytes=0,
-            length_bytes=length,
-            drive=drives[n % len(drives)],
-        )
+        Extent(file_descriptor=-1, path=Path(f"/nowhere/{n}"), offset_bytes=0, length_bytes=length, drive=drives[n % len(drives)])
         for n in range(extents)
     )
     return Slot(name=name, size_bytes=size_bytes, content_bytes=size_bytes, extents=parts)

@@ -249,14 +249,7 @@ def test_bad_files_and_budgets_end_with_one_line(run: RunCommand, tmp_path: Path
     for name, content in contents.items():
         (tmp_path / f"{name}.json").write_text(content)
     paths = {name: tmp_path / f"{name}.json" for name in (*contents, "none")}
-    paths |= {
-        "chain": CHAIN_FILE,
-        "wrap": file_of("wrap"),
-        "plan": good,
-        "folder": tmp_path,
-        "foreign": foreign,
-        "newer": newer,
-    }
+    paths |= {"chain": CHAIN_FILE, "wrap": file_of("wrap"), "plan": good, "folder": tmp_path, "foreign": foreign, "newer": newer}
     result = run(*(argument.format(**paths) for argument in arguments))
     assert (result.code, result.out) == (1, "") and message in result.err
     assert result.err.startswith("teraio: ") and result.err.count("\n") == 1 and result.err.endswith("\n")

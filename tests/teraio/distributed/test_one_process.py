@@ -23,13 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import teraio
 from planner.errors import BudgetError, StorageError, UnsupportedError
 from runtime.paging import Block, Pager
-from teraio.distributed import (
-    GradientBuckets,
-    LibraryCalls,
-    is_sharded_over_all,
-    private_names,
-    rank_count,
-)
+from teraio.distributed import GradientBuckets, LibraryCalls, is_sharded_over_all, private_names, rank_count
 from teraio.distributed.private_names import DDP, FSDP_GROUP, FSDP_PARAMETER, FSDP_STATE, ZERO, PrivateNames, fsdp_states
 from teraio.following import IterationObserver
 from teraio.optimizer import OptimizerFacts, OptimizerSteps

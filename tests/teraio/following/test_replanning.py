@@ -101,13 +101,7 @@ def test_a_weight_that_gets_other_memory_moves_by_the_plan_again(monkeypatch: py
     ],
 )
 def test_a_late_prefetch_becomes_punctual(
-    training: VirtualTraining,
-    weight: int,
-    planned: int,
-    seconds: float,
-    waits_first: float,
-    waits_last: float,
-    corrected: int,
+    training: VirtualTraining, weight: int, planned: int, seconds: float, waits_first: float, waits_last: float, corrected: int
 ) -> None:
     running = Following(training, (weight, planned))
     training.mover.seconds[IN] = seconds

@@ -16,17 +16,7 @@ from planner.errors import UnsupportedError
 from teraio.optimizer import keep_masters
 
 from .managed_training import Start
-from .plain_training import (
-    HALF,
-    MASTER_OPTIMIZERS,
-    WIDE,
-    Textbook,
-    differences,
-    half_parameters,
-    keeping,
-    named,
-    train_most,
-)
+from .plain_training import HALF, MASTER_OPTIMIZERS, WIDE, Textbook, differences, half_parameters, keeping, named, train_most
 
 BUDGET = 14 * WIDE
 

@@ -44,8 +44,7 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 
 @pytest.mark.parametrize(
-    ("drives", "host", "checked"),
-    [(3, "no host tier", True), (2, "a host tier for one state", False), (0, "host only", False)],
+    ("drives", "host", "checked"), [(3, "no host tier", True), (2, "a host tier for one state", False), (0, "host only", False)]
 )
 def test_every_tier(started_tiered: StartTiered, drives: int, host: str, checked: bool) -> None:
     """Both states in one tier, or one in each. checked: by checksums and in the debug mode."""

@@ -15,16 +15,7 @@ from teraio.optimizer.facts import owned_parameters
 from teraio.optimizer.subgroup_steps import GradientVersions
 
 from .managed_training import Start
-from .plain_training import (
-    KIB,
-    SIZE,
-    differing,
-    everything,
-    plain,
-    set_gradients,
-    square_parameters,
-    state_bytes,
-)
+from .plain_training import KIB, SIZE, differing, everything, plain, set_gradients, square_parameters, state_bytes
 
 
 def test_states_are_blocks_and_counters_are_not(started: Start) -> None:

@@ -42,14 +42,7 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """Language model (of bytes by default): tokens [batch, time] to logits [batch, time, vocabulary]."""
 
-    def __init__(
-        self,
-        *,
-        layers: int = 2,
-        vocabulary: int = VOCABULARY,
-        dropout: float = 0.0,
-        tied: bool = False,
-    ) -> None:
+    def __init__(self, *, layers: int = 2, vocabulary: int = VOCABULARY, dropout: float = 0.0, tied: bool = False) -> None:
         super().__init__()
         width = 256
         self.embed = nn.Embedding(vocabulary, width)

@@ -15,16 +15,7 @@ import planner
 from teraio.following import IterationObserver
 
 from ...training import blocks
-from .harness import (
-    MIB,
-    Case,
-    Result,
-    Run,
-    check_states,
-    compiled_input_needs_grad,
-    one_update,
-    train,
-)
+from .harness import MIB, Case, Result, Run, check_states, compiled_input_needs_grad, one_update, train
 from .optimizers import Layers, small
 from .test_states import groups
 

@@ -15,15 +15,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from . import loops
-from .harness import (
-    PLANNED_STEPS,
-    Batch,
-    Case,
-    Result,
-    Run,
-    check_parity,
-    compiled_input_needs_grad,
-)
+from .harness import PLANNED_STEPS, Batch, Case, Result, Run, check_parity, compiled_input_needs_grad
 from .models import (
     WITH_REENTRY,
     WITHOUT_REENTRY,
@@ -153,10 +145,7 @@ ROWS = {
         check=lambda result: "head.weight" not in result.parameters,
     ),
     "views and aliases": row(
-        Aliases,
-        compute_loss=loss_over_views,
-        planned=True,
-        check=lambda result: bool(result.parameters["memory"].any()),
+        Aliases, compute_loss=loss_over_views, planned=True, check=lambda result: bool(result.parameters["memory"].any())
     ),
     "batch norm": row(ConvNet, images, planned=True, check=counted),
     "frozen layers and dropout": row(frozen_chain, planned=True, check=only_trained_have_gradients),

@@ -13,16 +13,7 @@ from torch import Tensor, nn
 import teraio
 
 from ...training import compiled, forget
-from .harness import (
-    MIB,
-    Case,
-    Result,
-    budgeted_options,
-    check_budget,
-    check_exact,
-    compiled_input_needs_grad,
-    train,
-)
+from .harness import MIB, Case, Result, budgeted_options, check_budget, check_exact, compiled_input_needs_grad, train
 from .loops import with_closure
 from .models import WIDTH, ConvNet, Predictor, images
 from .optimizers import Layers, small

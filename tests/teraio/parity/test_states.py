@@ -18,17 +18,7 @@ import teraio
 
 from ...thoroughness import by_profile
 from ...training import begin
-from .harness import (
-    MIB,
-    Case,
-    Result,
-    Run,
-    check_exact,
-    check_states,
-    one_update,
-    share_of_peak,
-    train,
-)
+from .harness import MIB, Case, Result, Run, check_exact, check_states, one_update, share_of_peak, train
 from .loops import by_hand, closure_of, generate, infer, no_optimizers, rollout, told, with_closure
 from .optimizers import KEEPS_NONE, KINDS, small
 

@@ -118,8 +118,7 @@ def test_a_process_that_dies_or_writes_no_plan(replaced_by: Replace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "what", "message"),
-    [(planning.subprocess, "Popen", "could not be started"), (Path, "write_text", "allocate")],
+    ("where", "what", "message"), [(planning.subprocess, "Popen", "could not be started"), (Path, "write_text", "allocate")]
 )
 def test_a_process_that_cannot_be_started_or_given_the_trace(
     where: Any, what: str, message: str, monkeypatch: pytest.MonkeyPatch

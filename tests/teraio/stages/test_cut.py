@@ -16,17 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from teraio.stages import CutPolicy, StageCompiler, cost, cut, gpu_speed, operator_kernel, operators, speed_of
 
-from .graphs import (
-    FINE,
-    HEAVY,
-    Captured,
-    ConvNet,
-    capture,
-    clones,
-    each_model,
-    images,
-    transformer,
-)
+from .graphs import FINE, HEAVY, Captured, ConvNet, capture, clones, each_model, images, transformer
 
 Graphs = Callable[[], list[Captured]]
 

@@ -71,13 +71,7 @@ def batched(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Any:
     x = torch.stack([x, x + 1])
     scores = (x.view(-1, x.shape[2]) @ weight.t()).view(*x.shape[:2], -1)
     shifted = scores + bias + bias.view(1, 1, -1) + target.view(1, -1, 1) + x[:, :, :1]
-    return (
-        shifted,
-        shifted.sum([0, 1]),
-        shifted.sum([0, 1], keepdim=True),
-        shifted.permute(2, 0, 1),
-        shifted.sum(1),
-    )
+    return (shifted, shifted.sum([0, 1]), shifted.sum([0, 1], keepdim=True), shifted.permute(2, 0, 1), shifted.sum(1))
 
 
 def others(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Any:
@@ -373,11 +367,7 @@ def test_a_graph_in_tiles_has_the_results_of_the_whole(loss: Loss, settings: dic
 
 @pytest.mark.parametrize(
     ("loss", "settings", "fuses"),
-    [
-        (ignoring, {"tied": True}, True),
-        (several, {"bias": True}, True),
-        (weighted, {"tied": True, "bias": True}, False),
-    ],
+    [(ignoring, {"tied": True}, True), (several, {"bias": True}, True), (weighted, {"tied": True, "bias": True}, False)],
 )
 def test_one_graph_in_tiles_serves_all_sizes(loss: Loss, settings: dict[str, bool], fuses: bool) -> None:
     """Also fewer rows than there are tiles."""
