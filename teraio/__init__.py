@@ -6,6 +6,7 @@ Only the names that this module exports are public. `planner` and `runtime` are 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
@@ -215,7 +216,8 @@ def wait_for_plan(timeout_seconds: float | None = None) -> bool:
 
     The plan takes over at the end of the iteration.
     """
-    return all(run.background.wait(timeout_seconds) for run in _registry().runs())
+    end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    return all(run.background.wait(None if end is None else max(end - time.monotonic(), 0.0)) for run in _registry().runs())
 
 
 def on_device(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:

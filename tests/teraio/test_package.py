@@ -5,9 +5,11 @@ import os
 import re
 import subprocess
 import sys
+import time
 import tomllib
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import torch._dynamo
 import planner
 import teraio
 import teraio.backend
+from teraio.registry import REGISTRY
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -151,3 +154,15 @@ def test_every_package_that_is_installed_for_tests_has_one_version() -> None:
     names = {re.split(r"[<>=\[]", needed)[0].lower() for needed in (*PROJECT["dependencies"], *extras, "timm", "torchvision")}
     pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
     assert names <= pinned
+
+
+def test_all_runs_together_wait_for_their_plans_no_longer_than_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        given.append(seconds)
+        time.sleep(0.05)
+        return True
+
+    monkeypatch.setattr(REGISTRY, "runs", lambda: [SimpleNamespace(background=SimpleNamespace(wait=wait))] * 2)
+    assert teraio.wait_for_plan(10.0) and given[1] <= given[0] - 0.05
