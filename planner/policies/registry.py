@@ -134,7 +134,7 @@ def _carried_over(trace: Trace, budgets: Budgets, incumbent: Plan) -> Iterator[P
 def _problem_of(trace: Trace, budgets: Budgets, plan: Plan) -> tuple[Problem, Plan]:
     """Return the problem with the plan's re-runs and updates on the host, and the plan for it."""
     derived, plan = spelled_out(trace, plan)
-    return Problem.of(derived, budgets, [update.subgroup for update in plan.updates if update.where == "host"]), plan
+    return Problem.of(derived, budgets, plan.on_host), plan
 
 
 def _within(own: Budgets, given: Budgets) -> bool:
@@ -177,7 +177,7 @@ def _laid_out(whole: LaidOut, trace: Trace, budgets: Budgets, task: Task) -> Pla
     """Return the plan for `trace` that is laid out."""
     long = len(whole.border.stages) > _SHORT_BORDER
     border = optimise(Problem.of(whole.border, budgets), replace(task, draft=long, part=long))
-    problem = Problem.of(whole.trace, budgets, [update.subgroup for update in border.updates if update.where == "host"])
+    problem = Problem.of(whole.trace, budgets, border.on_host)
     best = exact_with_starts(problem, whole.decisions(problem, border), task.settings.write_weight)
     made = best.plan.model_copy(update={"policy": task.policy})
     return folded(trace, whole.recompute, with_predictions(problem, made, best.timeline))

@@ -93,8 +93,7 @@ def _with_other_moves(plan: Plan, trace: Trace) -> Plan | None:
     border = {placement.block: placement.tier for placement in plan.initial}
     try:
         derived, spelled = spelled_out(trace, plan)
-        on_host = [update.subgroup for update in plan.updates if update.where == "host"]
-        problem = Problem.of(derived, plan.budgets, on_host, border)
+        problem = Problem.of(derived, plan.budgets, plan.on_host, border)
         candidates = exact_candidates(problem, decisions_of(problem, spelled), DEFAULT_WRITE_WEIGHT)
     except TeraioError:
         return None

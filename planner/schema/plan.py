@@ -199,6 +199,11 @@ class Plan(GrownModel):
         return self
 
     @property
+    def on_host(self) -> list[int]:
+        """The subgroups (ids) that update on the host, in queue order."""
+        return [update.subgroup for update in self.updates if update.where == "host"]
+
+    @property
     def replayed(self) -> Predicted:
         """What is predicted, of a plan that was replayed, as every plan is that the planner makes."""
         assert self.predicted is not None

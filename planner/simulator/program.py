@@ -127,7 +127,7 @@ def _on_host(trace: Trace, plan: Plan) -> list[Subgroup]:
         if number in seen:
             raise InfeasiblePlanError(f"updates name subgroup {number} twice")
         seen.add(number)
-    found = [trace.subgroups[update.subgroup] for update in plan.updates if update.where == "host"]
+    found = [trace.subgroups[number] for number in plan.on_host]
     for subgroup in found:
         if subgroup.id not in updatable:
             raise InfeasiblePlanError(

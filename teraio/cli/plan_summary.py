@@ -186,7 +186,7 @@ def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None) -> Da
         "dropped": sum(move.offload is None for move in plan.moves),
         "moves": sorted(moves, key=lambda move: -(move["size_bytes"] or 0)),
         "subgroups": None if trace is None else len(trace.subgroups),
-        "host_updates": [_host_update(update.subgroup, derived) for update in plan.updates if update.where == "host"],
+        "host_updates": [_host_update(number, derived) for number in plan.on_host],
         "reruns": [_rerun(each, trace) for each in plan.recompute],
         **{name: replay and replay[name] for name in ("stalls", "links", "host_processor", "critical")},
     }
@@ -202,7 +202,7 @@ def summarise_moves(plan: planner.Plan, trace: planner.Trace | None) -> list[Dat
     `host_update`: the subgroup whose update on the host needs the block there; such a move needs no other reason.
     """
     excess = [] if trace is None else [size - plan.budgets.device_bytes for size in live_bytes(trace)]
-    on_host = [] if trace is None else [trace.subgroups[update.subgroup] for update in plan.updates if update.where == "host"]
+    on_host = [] if trace is None else [trace.subgroups[number] for number in plan.on_host]
     updated = {block: subgroup for subgroup in on_host for block in subgroup.blocks}
     return [
         {

@@ -121,7 +121,7 @@ class StageSchedule:
             made_ids=tuple(tuple(ids.get(b, -1) for b in r.made) for r in recorded.regions),
             leave_after=tuple(map(tuple, leave)),
             fetch_at=planned_starts(plan.moves, reruns.count).fetch_at,
-            on_host=tuple(reruns.numbers[updates[update.subgroup]] for update in plan.updates if update.where == "host"),
+            on_host=tuple(reruns.numbers[updates[number]] for number in plan.on_host),
             kept=tuple(
                 frozenset(n for n in range(len(r.stages) - 1) if r.first + 1 + n in reruns.stages) for r in recorded.regions
             ),

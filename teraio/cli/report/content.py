@@ -56,7 +56,7 @@ def report_of(plan: Plan, trace: Trace, *, sweep: Data | None = None) -> Data:
         **plan.model_dump(mode="json", include={"policy", "trace_fingerprint", "budgets", "predicted"}),
         "moves": len(plan.moves),
         "blocks_moved": len({move.block for move in plan.moves}),
-        "host_updates": sum(update.where == "host" for update in plan.updates),
+        "host_updates": len(plan.on_host),
         "reruns": len(plan.recompute),
         "lengths": lengths_of_plan(plan, trace),
         "facts": _facts(plan, trace),
