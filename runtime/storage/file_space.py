@@ -43,7 +43,7 @@ class FileSpace(Store):
             files = [undo.enter_context(closing(SpillFile(parent, direct=direct))) for parent in parents]
             self._open = undo.pop_all()
         self._files = {file.descriptor: file for file in files}
-        self._spaces = {file.descriptor: file.free for file in files}
+        self._spaces = {**self._files}
         self.direct = all(file.direct for file in files)
         self.user_files = UserFiles(direct=direct)
         self._open.callback(self.user_files.release_all_but, ())
@@ -70,7 +70,7 @@ class FileSpace(Store):
         with self._lock:
             self._check_open()
             shares = self._shares(align_up(size_bytes))
-            more = [max(0, share - file.free.size_bytes) for share, file in zip(shares, self._files.values(), strict=True)]
+            more = [max(0, share - file.size_bytes) for share, file in zip(shares, self._files.values(), strict=True)]
             # A file that is larger than its share saves the other files that many bytes.
             excess = self.capacity_bytes + sum(more) - align_up(size_bytes)
             for index in range(len(more)):
@@ -123,7 +123,7 @@ class FileSpace(Store):
         files = list(self._files.values())
         pages = size // ALIGNMENT_BYTES
         shares = [pages // len(files) * ALIGNMENT_BYTES] * len(files)
-        by_free_bytes = sorted(range(len(files)), key=lambda index: files[index].free.free_bytes, reverse=True)
+        by_free_bytes = sorted(range(len(files)), key=lambda index: files[index].free_bytes, reverse=True)
         for index in by_free_bytes[: pages % len(files)]:
             shares[index] += ALIGNMENT_BYTES
         return shares
@@ -131,7 +131,7 @@ class FileSpace(Store):
     def _grow_for(self, shares: Sequence[int], name: str) -> None:
         """Grow every file until it has a hole as large as its share: by _GROWTH_BYTES if they fit, else by what is missing."""
         missing = [
-            share - file.free.tail_bytes if file.free.largest_bytes < share else 0
+            share - file.tail_bytes if file.largest_bytes < share else 0
             for share, file in zip(shares, self._files.values(), strict=True)
         ]
         if not any(missing):
@@ -172,10 +172,8 @@ class FileSpace(Store):
         return None
 
 
-class SpillFile:
+class SpillFile(FreeSpace):
     """A file in the directory `parent`, grown in preallocated steps, with its free bytes.
-
-    Not thread-safe: the store's lock guards it.
 
     descriptor: for reads and writes. drive: number of the file system. Files with the same number share its free bytes.
     direct: try to bypass the page cache. The attribute tells whether reads and writes do so: a real write and a real read
@@ -205,8 +203,7 @@ class SpillFile:
         self.descriptor = self._buffered if unbuffered is None else unbuffered
         for each in {self._buffered, self.descriptor}:
             keep_from_children(each)
-        self.drive = os.fstat(self._buffered).st_dev
-        self.free = FreeSpace(self.descriptor, self.path, drive=self.drive)
+        super().__init__(self.descriptor, self.path, drive=os.fstat(self._buffered).st_dev)
 
     @property
     def available_bytes(self) -> int:
@@ -217,12 +214,12 @@ class SpillFile:
     def grow(self, more_bytes: int) -> None:
         """Reserve `more_bytes` (aligned) at the end. Waits for the file system. Raises OSError; then the size stays the same."""
         try:
-            os.posix_fallocate(self._buffered, self.free.size_bytes, more_bytes)
+            os.posix_fallocate(self._buffered, self.size_bytes, more_bytes)
         except OSError:
             # Some file systems keep what they had reserved before the drive was full.
-            os.ftruncate(self._buffered, self.free.size_bytes)
+            os.ftruncate(self._buffered, self.size_bytes)
             raise
-        self.free.grow(more_bytes)
+        super().grow(more_bytes)
 
     def close(self) -> None:
         """Remove the file. Nothing may be reading or writing."""
