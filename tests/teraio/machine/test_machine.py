@@ -34,6 +34,7 @@ def on_gpus(count: int, **fields: object) -> dict[int, SeenByRank]:
 
 OTHER_DRIVES = {0: on_gpus(1, available=1)[0], 1: on_gpus(1, available=1, drives=(2,), free=800)[0]}
 HALF_GIVEN = {0: seen(1, storage_budget=300)[0], 1: seen(1)[0], 2: on_gpus(1)[0]}
+BOTH = Options(storage=DRIVE, storage_budget=600, host_budget=400)
 AT_OTHER_MOMENTS = {0: seen(1)[0], 1: seen(1, free=900)[0]}
 
 
@@ -59,23 +60,13 @@ AT_OTHER_MOMENTS = {0: seen(1)[0], 1: seen(1, free=900)[0]}
         (Options(storage=DRIVE), 2, HALF_GIVEN, 630, None, 350),
         *((Options(storage=DRIVE), rank, AT_OTHER_MOMENTS, 450, None, 450) for rank in (0, 1)),
         # what is given
-        (
-            Options(storage=DRIVE, storage_budget=600, host_budget=400),
-            0,
-            on_gpus(1, storage_budget=600, host_budget=400),
-            630,
-            400,
-            600,
-        ),
+        (BOTH, 0, on_gpus(1, storage_budget=600, host_budget=400), 630, 400, 600),
     ],
 )
 def test_budgets_of_a_rank(
     options: Options, rank: int, by_rank: dict[int, SeenByRank], device: int | None, host: int | None, storage: int | None
 ) -> None:
     assert budgets.resolve_budgets(options, rank, by_rank) == ResolvedBudgets(device=device, host=host, storage=storage)
-
-
-BOTH = Options(storage=DRIVE, storage_budget=600, host_budget=400)
 
 
 @pytest.mark.parametrize(
