@@ -15,7 +15,6 @@ import torch
 
 from planner.errors import StorageError, UnsupportedError
 from runtime.cuda import streams as cuda_streams
-from runtime.cuda.mover import copy_in_lane
 from runtime.cuda.streams import CudaEvent, CudaStreams
 from runtime.device import Lane
 from runtime.storage import HostStore, KvikioStore, Slot, StagedStore, Store, align_up, cut_slot
@@ -168,9 +167,14 @@ def _seconds(streams: CudaStreams, store: HostStore, slot: Slot, device: int, la
     begins = [streams.mark_lane(lane) for lane in lanes]
     for number in range(share):  # the lanes take turns, so that none of them waits for the host
         for index, lane in enumerate(lanes):
-            copy_in_lane(streams, lane, *ranges[index * share + number])
+            _copy(streams, lane, *ranges[index * share + number])
     ends = [streams.mark_lane(lane) for lane in lanes]
     return [end.seconds_since(begin) for begin, end in zip(begins, ends, strict=True)]
+
+
+def _copy(streams: CudaStreams, lane: Lane, host: int, device: int, size_bytes: int) -> None:
+    target, source = (host, device) if lane is Lane.OUTWARD else (device, host)
+    streams.copy(lane, target=target, source=source, size_bytes=size_bytes)
 
 
 def _latency(streams: CudaStreams, store: HostStore, slot: Slot, device: int, lane: Lane) -> float:
@@ -179,7 +183,7 @@ def _latency(streams: CudaStreams, store: HostStore, slot: Slot, device: int, la
     trials = []
     for _ in range(_LATENCY_TRIALS):
         begun = time.perf_counter()
-        copy_in_lane(streams, lane, host, device, 4096)
+        _copy(streams, lane, host, device, 4096)
         streams.record(lane).wait()
         trials.append(time.perf_counter() - begun)
     return median(trials)

@@ -10,8 +10,6 @@ import functools
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from itertools import takewhile
-from operator import itemgetter
 
 import torch
 
@@ -43,6 +41,7 @@ class StreamMover(Mover):
         self._streams = streams
         self._poison = poison
         self._in_reach = in_reach
+        self._threaded = frozenset(tier.name for tier in tiers if tier.engine is not None)
         self._fresh: dict[Block, torch.UntypedStorage] = {}
         self._out: dict[Block, _Queued] = {}
         self._of_forgotten: list[_Queued] = []
@@ -120,7 +119,13 @@ class StreamMover(Mover):
         if self._of_forgotten:
             self._of_forgotten = [leaving for leaving in self._of_forgotten if not leaving[0].done()]
         self._copies.count()
-        return list(takewhile(lambda block: block not in self._last or self._last[block][0].done(), blocks))
+        found = []
+        for block in blocks:
+            last = self._last.get(block)
+            if last is not None and not last[0].done():
+                break
+            found.append(block)
+        return found
 
     def _note_last(self, block: Block, copied: Event) -> None:
         self._last.pop(block, None)
@@ -157,7 +162,7 @@ class StreamMover(Mover):
 
     def copy_in(self, block: Block, done: Done) -> bool:
         storage, slot = storage_of(block), slot_of(block)
-        threaded, streams = self.tiers.of(block).engine is not None, self._streams
+        threaded, streams = block.tier in self._threaded, self._streams
         self._fresh[block] = area = streams.allocate(block.size_bytes)
         address, follows = area.data_ptr(), False
         if threaded or self._poison or not streams.in_region:
@@ -222,8 +227,10 @@ class StreamMover(Mover):
         arriving = [block for block in blocks if block in self._in]
         if not arriving:
             return
-        # For the last one, since one ends after the other.
-        event, _, number = max((self._in[block] for block in arriving), key=itemgetter(2))
+        event, _, number = self._in[arriving[0]]
+        for block in arriving:  # for the last one, since one ends after the other
+            if self._in[block][2] > number:
+                event, _, number = self._in[block]
         if number > self._joined:  # else computation waits already for a later copy in
             self._streams.wait(COMPUTE, event)
             self._computed.passed()
@@ -278,7 +285,12 @@ class StreamMover(Mover):
 
 
 def _drop_ended(copies: dict[Block, _Queued] | dict[Block, tuple[Event]]) -> None:
-    for block in list(takewhile(lambda block: copies[block][0].done(), copies)):
+    ended = []
+    for block, queued in copies.items():
+        if not queued[0].done():
+            break
+        ended.append(block)
+    for block in ended:
         del copies[block]
 
 
@@ -326,9 +338,14 @@ class HostCopies:
         before = (self._ends.get(lane) if follows else None) or streams.mark_lane(lane)
         with annotate("copy", slot.name, _LINKS[lane]):
             for extent in slot.extents:
-                assert extent.address is not None  # the host tier is in memory
-                size = min(extent.length_bytes, left)  # slots are rounded up, blocks are not
-                copy_in_lane(streams, lane, extent.address, address, size)
+                on_host, size = extent.address, extent.length_bytes
+                assert on_host is not None  # the host tier is in memory
+                if size > left:  # slots are rounded up, blocks are not
+                    size = left
+                if lane is OUTWARD:
+                    streams.copy(lane, target=on_host, source=address, size_bytes=size)
+                else:
+                    streams.copy(lane, target=address, source=on_host, size_bytes=size)
                 address, left = address + size, left - size
         self._ends[lane] = after = streams.mark_lane(lane)
         self._copies[lane].append((size_bytes, before, after))
@@ -346,12 +363,6 @@ class HostCopies:
             self.moved_bytes[_LINKS[lane]] += sum([size for size, _, _ in copies[:ended]])
             self.busy_seconds[_LINKS[lane]] += seconds
             del copies[:ended]
-
-
-def copy_in_lane(streams: Streams, lane: Lane, host: int, device: int, size_bytes: int) -> None:
-    """Queue a copy between an address of the host tier and one of the device, in the lane's direction."""
-    target, source = (host, device) if lane is OUTWARD else (device, host)
-    streams.copy(lane, target=target, source=source, size_bytes=size_bytes)
 
 
 class LastPoint:

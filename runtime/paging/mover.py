@@ -299,8 +299,8 @@ class Tiers:
         """
         if block.tier != "host" or block.slot is None:
             return None
-        if block.slot.address is not None:
-            return block.slot.address + span_of(block).lead_bytes
+        if (address := block.slot.address) is not None:
+            return address + span_of(block).lead_bytes
         return block.address if self.mapped else None
 
     def free(self, block: Block) -> None:

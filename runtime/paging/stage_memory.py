@@ -130,7 +130,14 @@ class Stages(MovingPart):
         self._signal.out_of_memory = None  # of a prefetch that nobody has waited for
         try:
             checkpoint()
-            self._bring([block for block in blocks if block.state is not ON_DEVICE], new_bytes, what, then_fetch)
+            away = [block for block in blocks if block.state is not ON_DEVICE]
+            if away:
+                self._bring(away, new_bytes, what, then_fetch)
+            else:
+                self._room.make_room(away, new_bytes, what)
+                self._transitions.reserve(new_bytes)
+                self._transitions.note_peak()
+                self._fetch(then_fetch)
             self._mover.wait_resident(blocks)
             self._pieces.stage_begins(what, new_bytes, blocks)
             if piece_bytes:
@@ -141,7 +148,7 @@ class Stages(MovingPart):
             raise
 
     def _bring(self, away: Sequence[Block], new_bytes: int, what: str, then_fetch: Sequence[Block]) -> None:
-        """Reserve the memory of a stage, and bring the blocks to the device that were not there, if any. Waits until they are."""
+        """Reserve the memory of a stage, and bring the blocks to the device that were not there. Waits until they are."""
         while any(block.state is UPDATING for block in away):
             self._signal.wait(lambda: awaited([block for block in away if block.state is UPDATING]))
         self._room.make_room(away, new_bytes, what)

@@ -68,6 +68,8 @@ class Slot:
     @property
     def address(self) -> int | None:
         """Where it begins in this process's memory until its store is closed; None if it is not there, or not in one piece."""
+        if len(self.extents) == 1:  # as nearly all have
+            return self.extents[0].address
         apart = any(a.offset_bytes + a.length_bytes != b.offset_bytes for a, b in pairwise(self.extents))
         return None if apart else self.extents[0].address
 
