@@ -158,14 +158,14 @@ def test_gradients_are_clipped_within_the_budget(tmp_path: Path) -> None:
     norms = []
     for each in (model, twin):
         optimizer = torch.optim.AdamW(each.parameters())
-        for step in range(4):
+        for step in range(2):
             torch.manual_seed(step)
             each(torch.randn(64, 1024)).square().mean().backward()
             with teraio.under_budget(**options(tmp_path)):
                 norms.append(nn.utils.clip_grad_norm_(each.parameters(), 1e-3).item())
             optimizer.step()
             optimizer.zero_grad()
-    assert norms[:4] == norms[4:] and min(norms) > 1e-3 and same(model, twin)
+    assert norms[:2] == norms[2:] and min(norms) > 1e-3 and same(model, twin)
     check_budget()
 
 

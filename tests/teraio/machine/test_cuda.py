@@ -67,7 +67,6 @@ def reference(case: Case, scale: Scale = SCALE) -> tuple[Run, int]:
 
 PLAIN = Case(name="plain", model=Perceptron)
 ACCUMULATED = Case(name="accumulated and clipped", model=Perceptron, accumulate=2, clip=True)
-ADDED = Case(name="accumulated", model=Perceptron, accumulate=2)
 SCALED = Case(name="scaled and clipped", model=Perceptron, accumulate=2, clip=True, scaled=True)
 ADAM = Case(name="adam", model=Perceptron, optimizers=one_adam)
 MASTERS = Case(name="adam over masters, bf16", model=Perceptron, optimizers=one_adam_over_masters, dtype=torch.bfloat16)
@@ -78,14 +77,13 @@ ODD = Case(name="odd weights, evaluated", model=Odd, evaluate=True)
     ("case", "tiers", "share"),
     [
         (ACCUMULATED, "host+storage", 0.85),
-        (ADDED, "storage", 0.5),
         (SCALED, "storage", 0.5),
         (ODD, "storage", 0.85),
         (MASTERS, "host", 0.8),
     ],
 )
 def test_the_same_bits_within_the_budget(tmp_path: Path, cuda: FakeCuda, case: Case, tiers: str, share: float) -> None:
-    scale = FEW_ROWS if case in (ADDED, SCALED, MASTERS) else SCALE
+    scale = FEW_ROWS if case in (SCALED, MASTERS) else SCALE
     wanted, peak = reference(case, scale)
     budget = int(share * peak)
     options: dict[str, Any] = {"memory_budget": budget, "solver_time_limit": 5}
