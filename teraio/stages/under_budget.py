@@ -45,9 +45,9 @@ class OperatorsUnderBudget(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = by_name(func, args, kwargs or {})
         if func.is_view:  # touches no byte
             return func(*args, **(kwargs or {}))
+        given = by_name(func, args, kwargs or {})
         if "_foreach_" not in str(func):
             return self._run(func, given)
         results = [self._run(func, group) for group in _groups(given, self._most_bytes)]

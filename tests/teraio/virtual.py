@@ -10,7 +10,8 @@ import torch
 
 import planner
 from planner import Budgets, Hardware, Link, Move, Plan, Prefetch
-from planner.schema import Placement, Predicted
+from planner.policies.predictions import prediction
+from planner.schema import Placement
 from runtime import device as device_module
 from runtime.execution import StageRun
 from runtime.paging import Block, Done, Pager
@@ -200,14 +201,4 @@ def plan_for(trace: planner.Trace, *fetched: tuple[int, int]) -> Plan:
         moves=tuple(move(*each) for each in sorted(fetched, key=lambda pair: pair[1])),
         initial=tuple(Placement(block=stage, tier="storage") for stage, start in sorted(fetched) if start >= 0),
     )
-    found = planner.simulate(trace, plan)
-    predicted = Predicted(
-        iteration_seconds=found.iteration_seconds,
-        ideal_seconds=trace.ideal_seconds,
-        lower_bound_seconds=trace.ideal_seconds,
-        stall_seconds=found.stall_seconds,
-        peak_bytes=found.peak_bytes,
-        moved_bytes=found.moved_bytes,
-        storage_written_bytes=found.storage_written_bytes,
-    )
-    return plan.model_copy(update={"predicted": predicted})
+    return plan.model_copy(update={"predicted": prediction(trace, planner.simulate(trace, plan))})
